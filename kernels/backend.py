@@ -121,7 +121,7 @@ def allows_tf32(device: torch.device, storage: torch.dtype) -> bool:
 
 
 def cached_choice(backends: Sequence[Backend]) -> Callable[..., Choice]:
-    """Return `choose` as a cached function of device, storage, hidden, requested, variants, vector and levels. Whether TF32 is allowed is
+    """Return `choose` as a cached function of requested, device, storage, hidden, variants, vector and levels. Whether TF32 is allowed is
     asked in every call. A backend's answer for a problem never changes."""
 
     @cache  # by plain values: the hash of a Problem costs as much as the launch of a small kernel
@@ -129,10 +129,10 @@ def cached_choice(backends: Sequence[Backend]) -> Callable[..., Choice]:
         return choose(backends, Problem(*problem), requested)
 
     def chosen(
+        requested: str,
         device: torch.device,
         storage: torch.dtype,
         hidden: int,
-        requested: str,
         variants: tuple[str, ...] = (),
         vector: int | None = None,
         levels: int = 1,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.ragged import (
     Encoded,
@@ -67,8 +65,7 @@ class Family:
 
     def choice(self, weights: Any, backend: str = AUTO, levels: int = 1) -> Choice:
         """Return the backend that runs these weights, or `levels` levels of them."""
-        array: Tensor = weights.array
-        return self._choose(array.device, array.dtype, weights.hidden, backend, weights.variants, weights.vector, levels)
+        return self._choose(backend, *weights.place, levels)
 
     def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
         """Encode every row of `x`, starting from `state` (zeros when None). The family's types describe shapes and the order of gates;

@@ -129,6 +129,11 @@ class LayerWeights:
         )
 
     @cached_property
+    def place(self) -> tuple[torch.device, torch.dtype, int, tuple[str, ...], int]:
+        """What decides the backend of this layer: device, storage, hidden, variants and vector, as in `kernels.backend.Problem`."""
+        return self.array.device, self.array.dtype, self.hidden, self.variants, self.vector
+
+    @cached_property
     def form(self) -> dict[str, Any]:
         """The properties that both directions of a layer must share."""
         return form_of(self)

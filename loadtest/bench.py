@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest import discovery, report, tracing, traffic
 from loadtest.generator.job import Job
 from loadtest.generator.process import divided, run_in_processes
-from loadtest.generator.scaling import Measured, best, more_generators
 from loadtest.report import Level
 from loadtest.target import JSON, Target
 from service.client_access import ClientAccess
@@ -54,6 +53,7 @@ class Plan:
     """What to measure: `callers` are the levels of a closed loop, `rates` (requests a second) the levels of an open loop.
 
     Without both, the levels are SHARES of the largest rate. generators: the number of generator processes, None for as many as necessary.
+    realtime, steps, period_ms, find: live streams instead of levels; see realtime.py.
     """
 
     url: str
@@ -65,6 +65,10 @@ class Plan:
     inputs: int
     seed: int
     generators: int | None
+    realtime: int | None
+    steps: int
+    period_ms: float
+    find: bool
     access: ClientAccess = discovery.NO_ACCESS
 
     @property
@@ -139,25 +143,25 @@ class _Bench:
     def measure(self, level: Level, seconds: float) -> dict[str, Any]:
         """Measure a level, again with more generators as long as they are the limit. Returns its record."""
         most = min(level.callers, self._plan.generators or os.cpu_count() or 1)
-        trials = [self._measure_once(level, seconds, self._generators)]
-        while generators := more_generators([measured for measured, _ in trials], most):
-            again = f"measured again with {generators} generator processes"
+        record = self._measure_once(level, seconds)
+        while record["limited_by_generators"] and self._generators < most:
+            self._generators = min(2 * self._generators, most)
+            again = f"measured again with {self._generators} generator processes"
             print(f"{level.name}: the load generator was the limit, {again}", flush=True)
-            trials.append(self._measure_once(level, seconds, generators))
-            self._generators = best([measured for measured, _ in trials]).generators
-        chosen = best([measured for measured, _ in trials])
-        return next(record for measured, record in trials if measured is chosen)
+            record = self._measure_once(level, seconds)
+        return record
 
-    def _measure_once(self, level: Level, seconds: float, generators: int) -> tuple[Measured, dict[str, Any]]:
-        jobs = divided(structs.replace(self._job, seconds=seconds, callers=level.callers, rate=level.rate), generators)
+    def _measure_once(self, level: Level, seconds: float) -> dict[str, Any]:
+        load = {"seconds": seconds, "callers": level.callers, "rate": level.rate}
+        jobs = divided(structs.replace(self._job, **load), self._generators)
         before = StageCounts.read(self._plan.url, self._model, self._plan.access)
-        measured = Measured(len(jobs), run_in_processes(jobs))
+        result = run_in_processes(jobs)
         after = StageCounts.read(self._plan.url, self._model, self._plan.access)
         stages = {stage: 1000 * after.mean(before, stage) for stage in STAGES}
         total, rows = 1000 * after.mean(before, TOTAL), after.mean(before, ROWS)
-        record = report.record(level, measured, self._model, stages, total, rows)
+        record = report.record(level, len(jobs), result, self._model, stages, total, rows)
         print(report.progress(record), file=sys.stderr, flush=True)
-        return measured, record
+        return record
 
 
 @dataclass(frozen=True, slots=True)

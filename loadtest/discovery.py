@@ -55,13 +55,14 @@ def served(url: str, access: ClientAccess = NO_ACCESS) -> dict[str, dict[str, An
         ) from error
 
 
-def find(url: str, name: str | None, access: ClientAccess = NO_ACCESS) -> dict[str, Any]:
-    """Return the model with this name or alias, or the first model when `name` is None. Raises CannotMeasure."""
-    models = served(url, access)
+def find(url: str, name: str | None, access: ClientAccess = NO_ACCESS, *, streams: bool = False) -> dict[str, Any]:
+    """Return the model with this name or alias, or the first when `name` is None. Raises CannotMeasure. streams: it has sessions."""
+    models = {known: model for known, model in served(url, access).items() if model["streams"] or not streams}
     for model in models.values():
         if name is None or name in (model["name"], *model["aliases"]):
             return model
-    raise CannotMeasure(f"{url} serves no model {name}: it serves {', '.join(models)}")
+    what = f"model{' with sessions' if streams else ''}{f' {name}' if name else ''}"
+    raise CannotMeasure(f"{url} serves no {what}: it serves {', '.join(models) or 'none'}")
 
 
 def inputs(models: Path, model: dict[str, Any], seed: int = 0) -> traffic.Traffic:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench.tables import aligned, three_digits
-from loadtest.generator.job import QUANTILES
-from loadtest.generator.scaling import Measured
+from loadtest.generator.job import QUANTILES, Result
 
+BUSY = 0.8
+"""A load is limited by its generators when each uses a processor for more than this share of the measured time."""
 RESULTS = Path(__file__).parent / "results"
 NOTHING = "-"
 
@@ -30,21 +31,21 @@ class Level:
 
 
 def record(
-    level: Level, measured: Measured, model: dict[str, Any], stages: dict[str, float], total: float, rows: float
+    level: Level, generators: int, result: Result, model: dict[str, Any], stages: dict[str, float], total: float, rows: float
 ) -> dict[str, Any]:
     """Return the results of a level. stages, total: mean milliseconds by stage and of whole requests; rows: mean sequences in a batch."""
-    result = measured.result
+    busy = result.cpu_seconds / (generators * result.seconds)
     return {
         "model": model["name"],
         "version": model["version"],
         "level": level.name,
         **({"loop": "open", "rate": level.rate} if level.rate else {"loop": "closed", "callers": level.callers}),
-        "generators": measured.generators,
-        "generators_busy": round(measured.busy, 3),
-        "limited_by_generators": measured.limited,
+        "generators": generators,
+        "generators_busy": round(busy, 3),
+        "limited_by_generators": busy > BUSY,
         "seconds": round(result.seconds, 3),
         "answers": result.answers,
-        "answers_per_second": round(measured.rate, 1),
+        "answers_per_second": round(result.rate, 1),
         **{name: None if math.isnan(value) else round(value, 3) for name, value in result.milliseconds().items()},
         "failures": result.failures,
         "rows_per_batch": round(rows, 2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ CPU, FRONTENDS, ENGINE, GENERATORS = "cpu_us", "frontends_us", "engine_us", "gen
 class Requests(NamedTuple):
     """The requests of one kind of client.
 
-    transport, path, requests, reader, expected: as in `generator.job.Job`, `expected` empty if no score is compared; inputs: sequences of
-    a request.
+    transport, path, requests, reader, expected, chunks: as in `generator.job.Job`, `expected` empty if no score is compared; inputs:
+    sequences of a request.
     """
 
     transport: str
@@ -43,12 +42,13 @@ class Requests(NamedTuple):
     reader: str
     expected: Sequence[list[float]] = ()
     inputs: int = 1
+    chunks: int = 0
 
     def job(self, server: ServerProcess, **load: Any) -> Job:
         """Return a job on a server. load: more values of the job."""
-        host, _, port = (server.grpc if self.transport == "grpc" else server.url.partition("//")[2]).partition(":")
+        host, port, path, tls = Target.of(f"http://{server.grpc}" if self.transport == "grpc" else server.url, self.path)
         expected = list(self.expected) or [[]] * len(self.requests)
-        return Job(self.transport, host, int(port), self.path, self.requests, self.reader, expected, **load)
+        return Job(self.transport, host, port, path, self.requests, self.reader, expected, chunks=self.chunks, tls=tls, **load)
 
     def measure(self, server: ServerProcess, generators: int = 1, **load: Any) -> tuple[Result, dict[str, float]]:
         """Load a server. Returns the result, and microseconds of processor time for each answer. load: more values of the job."""
@@ -58,7 +58,7 @@ class Requests(NamedTuple):
         result = run_in_processes(divided(job, generators))
         per_answer = 1e6 / max(1, result.answers)
         used = {pid: per_answer * seconds for pid, seconds in zip(pids, result.server_cpu_seconds, strict=True)}
-        values = {CPU: sum(used.values()), GENERATORS: per_answer * result.cpu_seconds}
+        values = {GENERATORS: per_answer * result.cpu_seconds} | ({CPU: sum(used.values())} if used else {})
         if roles["frontend"]:
             values |= {
                 FRONTENDS: sum(used[pid] for pid in roles["frontend"]),
@@ -121,9 +121,8 @@ class Clients(NamedTuple):
         scores = list[list[float]]()
         for start in range(0, len(inputs), MANY):
             body = json.dumps({"model": QUESTIONS, "inputs": inputs[start : start + MANY]}).encode()
-            request = urllib.request.Request(f"{self.url}/infer", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request) as response:
-                scores += [list(output["scores"].values()) for output in json.load(response)["outputs"]]
+            answer = json.loads(discovery.fetch(f"{self.url}/infer", discovery.NO_ACCESS, body))
+            scores += [list(output["scores"].values()) for output in answer["outputs"]]
         return scores
 
     def _chunks(self, count: int) -> list[Any]:

@@ -15,36 +15,53 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
-import psutil
-
 from loadtest.discovery import CannotMeasure
+from loadtest.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
 SEQSERVE = ("-m", "service", "serve")
 PORTS = range(12_000, 30_000)
 """Below the ports that systems choose for connections and for sockets without a port."""
+LOOPBACK, LISTENING = ("127.0.0.1", "::1", "localhost"), "0A"
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
 
 class ServerProcess:
-    """A running server and its child processes. grpc: host and port, for servers that listen there."""
+    """A running server. grpc: host and port, for servers that listen there. pid: its first process, None if it runs elsewhere."""
 
-    def __init__(self, url: str, grpc: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, grpc: str = "", pid: int | None = None) -> None:
         self.url = url
         self.grpc = grpc
-        self._process = process
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
+        self._pid = pid
 
     def pids(self, role: str = "") -> list[int]:
         """Return the processes with a command line that ends with `role`."""
-        server = psutil.Process(self._process.pid)
-        processes = (server, *server.children(recursive=True))
-        return [process.pid for process in processes if " ".join(process.cmdline()).endswith(role)]
+        processes = () if self._pid is None else _family(self._pid)
+        return [pid for pid in processes if Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").endswith(role)]
+
+
+def found(url: str) -> ServerProcess:
+    """Return a server that runs already, with its processes if it listens on a loopback address and they may be read."""
+    target = Target.of(url, "")
+    if target.host in LOOPBACK:
+        listening = f":{target.port:04X}"
+        lines = [line.split() for table in Path("/proc/net").glob("tcp*") for line in table.read_text().splitlines()]
+        sockets = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(listening) and line[3] == LISTENING}
+        for pid in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+            with suppress(OSError):
+                if any(str(file.readlink()) in sockets for file in Path(f"/proc/{pid}/fd").iterdir()):
+                    return ServerProcess(url, pid=pid)  # the oldest: the others have inherited its socket
+    return ServerProcess(url)
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Yield a process and all processes below it."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from _family(int(child))
 
 
 @contextmanager
@@ -81,10 +98,9 @@ def started(
         process = subprocess.Popen(
             command, env=inherited | dict(environment), stdout=subprocess.DEVNULL, stderr=stderr, process_group=0, cwd=folder
         )
-    server = ServerProcess(url, grpc, process)
     try:
-        _await_ready(server, ready, log)
-        yield server
+        _await_ready(f"{url}{ready}", process, log)
+        yield ServerProcess(url, grpc, process.pid)
     finally:
         process.send_signal(signal.SIGINT)  # SIGTERM would wait for the lame-duck period
         try:
@@ -123,14 +139,14 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _await_ready(server: ServerProcess, ready: str, log: Path | None) -> None:
+def _await_ready(url: str, process: subprocess.Popen[bytes], log: Path | None) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if not server.running:
+        if process.poll() is not None:
             raise CannotMeasure(f"the server exited before it was ready: read its log{f', {log}' if log else ''}")
         try:
-            with urllib.request.urlopen(f"{server.url}{ready}", timeout=1):
+            with urllib.request.urlopen(url, timeout=1):
                 return
         except OSError:
             time.sleep(0.05)
-    raise CannotMeasure(f"the server on {server.url} was not ready within {START_SECONDS} s")
+    raise CannotMeasure(f"the server on {url} was not ready within {START_SECONDS} s")

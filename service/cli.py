@@ -197,11 +197,12 @@ def bench(
     """Send load to a running server and print what it measured."""
     access = ClientAccess.read(key_file, ca)
     _find_load_generator()
-    from loadtest.bench import Plan, run
+    from loadtest import bench, realtime
     from loadtest.discovery import CannotMeasure
 
     try:
-        return run(Plan(url=url.rstrip("/"), access=access, **load), settings.models, json, trace)
+        plan = bench.Plan(url=url.rstrip("/"), access=access, **load)
+        return realtime.run(plan, json) if plan.realtime else bench.run(plan, settings.models, json, trace)
     except (CannotMeasure, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 
@@ -385,6 +386,17 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="R,R",
         help="open loop: requests per second (default: shares of the largest)",
+    )
+    levels.add_argument(
+        "--realtime",
+        type=above_zero(int),
+        metavar="N",
+        help="live streams: sessions over WebSockets that send a chunk each period",
+    )
+    command.add_argument("--steps", type=above_zero(int), default=1, help="time steps of a chunk of a live stream")
+    command.add_argument("--period-ms", type=above_zero(float), default=200.0, help="milliseconds between its chunks")
+    command.add_argument(
+        "--find", action="store_true", help="find the most live streams with a p99 below the period, from N on"
     )
     command.add_argument(
         "--arrivals", choices=("poisson", "bursty"), default="poisson", help="how an open loop spaces requests"

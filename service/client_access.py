@@ -42,11 +42,11 @@ class ClientAccess(NamedTuple):
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def fetch(self, url: str, body: bytes | None = None, *, timeout: float = 10.0) -> bytes:
-        """Return the reply to a GET, or to a POST with this body.
+        """Return the reply to a GET, or to a POST with this JSON.
 
         Raises KeyRefused, and OSError without a reply or with another status.
         """
-        request = urllib.request.Request(url, body)
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         for name, value in self.headers.items():
             request.add_unredirected_header(name, value)  # only the named server gets the key
         try:

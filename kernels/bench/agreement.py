@@ -63,7 +63,8 @@ def expected_answer(case: BenchCase) -> ExpectedAnswer:
     tokens = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows]).to(device)
     lengths = [case.lengths[row] for row in rows]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    values = _reference(replace(case, x=Ragged(case.x.data[tokens], ends), lengths=lengths)).to(device)
+    state = case.state and replace(case.state, slots=case.state.slots[rows], sources=case.state.sources[rows]).by_row()
+    values = _reference(replace(case, x=Ragged(case.x.data[tokens], ends), lengths=lengths, state=state)).to(device)
     by_step = case.want == "steps"
     return ExpectedAnswer(
         at=tokens if by_step else torch.tensor(rows, device=device),
@@ -78,7 +79,8 @@ def _reference(case: BenchCase) -> Tensor:
     of_layer = next((GATES[kind] for kind in GATES if isinstance(case.weights[0], kind)), None)
     if of_layer is None:
         data = case.x.data.double() if case.x.data.is_floating_point() else case.x.data
-        return replace(case, x=Ragged(data, case.x.offsets), weights=_float64(case.weights)).encoder("reference")()
+        x, layers, state = Ragged(data, case.x.offsets), _float64(case.weights), _float64(case.state)
+        return replace(case, x=x, weights=layers, state=state).encoder("reference")()
     (layer,) = case.weights
     gates, weights = of_layer(torch.split(case.x.data, case.lengths), layer)
     x = Ragged(gates.cpu(), case.x.offsets.cpu())
@@ -110,7 +112,7 @@ def _multiplied(weights: Any) -> Iterator[Tensor]:
 
 
 def _float64(weights: Any, device: torch.device | None = None) -> Any:
-    """Return the same layers in float64. Arrays that layers share stay shared."""
+    """Return the same layers or state in float64. Arrays that layers share stay shared."""
     converted: dict[int, Tensor] = {}
 
     def convert(value: Any) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.weights import STORED, Normal, weights
-from kernels.bench.workload import BASELINES_ONLY, ENCODER, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
+from kernels.bench.weights import STORED, Normal, family_of, weights
+from kernels.bench.workload import BASELINES_ONLY, ENCODER, IDS, NEXT_STEPS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
 from kernels.directions import compose_levels
-from kernels.ragged import Outputs, Ragged
+from kernels.ragged import Outputs, Ragged, state_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,14 @@ class BenchCase:
     """A workload with its data and weights, in its dtype and on one device.
 
     weights: one layer, the directions of each level of an encoder, the layers of a text CNN, the blocks of a stack, or nothing for a
-    workload without an encoder.
+    workload without an encoder. state: of the rows, in state caches, or None for zeros.
     """
 
     workload: Workload
     x: Ragged
     lengths: list[int]
     weights: tuple[Any, ...]
+    state: Any = None
 
     @property
     def want(self) -> str:
@@ -57,7 +58,7 @@ class BenchCase:
         if self.workload.kind == ENCODER:
             return lambda: self._run_levels(family, want, backend)
         encode, (layer,) = getattr(family, self.workload.family), self.weights
-        return lambda: getattr(encode(self.x, layer, want=want, backend=backend), self.want)
+        return lambda: getattr(encode(self.x, layer, self.state, want=want, backend=backend), self.want)
 
     def _run_levels(self, family: Any, want: Outputs, backend: str) -> Tensor:
         """Run each level over the outputs of the level before, as the service does."""
@@ -80,7 +81,8 @@ def random_case(workload: Workload, device: torch.device, seed: int = 0) -> Benc
         ids = torch.randint(vocabulary, (sum(lengths),), generator=generator, device=device, dtype=torch.int32)
         return BenchCase(workload, Ragged(ids, offsets), lengths, weights(workload, normal))
     x = Ragged(normal(sum(lengths), workload.inputs), offsets)
-    return BenchCase(workload, x, lengths, () if workload.kind in BASELINES_ONLY else weights(workload, normal))
+    layers = () if workload.kind in BASELINES_ONLY else weights(workload, normal)
+    return BenchCase(workload, x, lengths, layers, _state(workload, generator) if workload.kind == NEXT_STEPS else None)
 
 
 def case_for_layer(case: BenchCase, family: str, form: str = "") -> BenchCase:
@@ -97,6 +99,14 @@ def embedded_case(case: BenchCase) -> tuple[Tensor, BenchCase]:
     embedding = normal(case.workload.inputs, workload.inputs)
     x = Ragged(embedding[case.x.data.long()], case.x.offsets)
     return embedding, replace(case, workload=workload, x=x, weights=weights(workload, normal))
+
+
+def _state(workload: Workload, generator: torch.Generator) -> Any:
+    """Return the states of the rows in caches of twice as many slots. Rows read and write slots in random order."""
+    kind, slots, device = family_of(workload).state, 2 * workload.rows, generator.device
+    caches = (torch.rand(slots, workload.hidden, generator=generator, device=device) - 0.5 for _ in state_arrays(kind))
+    sources, targets = torch.randperm(slots, generator=generator, device=device, dtype=torch.int32).chunk(2)
+    return kind(*caches, slots=targets, sources=sources)
 
 
 def _normal(workload: Workload, generator: torch.Generator) -> Normal:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernels.bench.weights import family_of
-from kernels.bench.workload import DILATIONS, EMBEDDED, ENCODER, FORMS, IDS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
+from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, LAYERS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
 
 WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a stored weight by dtype."""
@@ -61,7 +61,7 @@ def weights_read(workload: Workload) -> list[ReadArray]:
 
 def _multiplied_inputs(workload: Workload) -> list[int]:
     """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Columns of gate inputs and ids are not."""
-    return workload.level_inputs if workload.kind in ("layer", ENCODER) else []
+    return workload.level_inputs if workload.kind in LAYERS else []
 
 
 def _blocks(workload: Workload) -> int:

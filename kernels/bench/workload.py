@@ -17,8 +17,15 @@ VOCABULARY = 20_000
 ENCODER = "encoder"
 """The kind of several layers in sequence, or of both directions: the levels that a model of the service runs."""
 
+NEXT_STEPS = "next-steps"
+"""The kind of the next chunks of many live streams: each row starts from the state in its slot, and ends in another slot."""
+
+LAYERS = ("layer", NEXT_STEPS, ENCODER)
+"""Kinds whose layers multiply their data by weights."""
+
 WANT = {
     "layer": "last",
+    NEXT_STEPS: "last",
     ENCODER: "last",
     "every-step": "steps",
     "recurrence": "last",

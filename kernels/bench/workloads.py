@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels import backend
 from kernels.bench import convolutions
-from kernels.bench.workload import ENCODER, FORMS, INT8, LONG_MEMORY, VOCABULARY, Workload
+from kernels.bench.workload import ENCODER, FORMS, INT8, LONG_MEMORY, NEXT_STEPS, VOCABULARY, Workload
 
 STEPS = 64
 
@@ -20,6 +20,9 @@ FOLDED_FORMS = FORMS | {"qrnn": FORMS["qrnn"][:1]}
 
 RECURRENCE_STEPS = (STEPS, 320)
 """Two lengths, which separate the time of a step from the fixed time of a call."""
+
+SESSION_UNITS, SESSIONS, CHUNK_STEPS = (128, 256, 512, 1024), (64, 512, 2048, 8192), (1, 4)
+"""Hidden units, rows and steps of the next chunks of live streams."""
 
 
 def workloads(family: str, device: str, quick: bool) -> list[Workload]:
@@ -54,8 +57,10 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
     for hidden, rows, lengths in product((128, 256) if quick else (128, 256, 512), (1, 8, 32), ("equal", "questions")):
         yield _square(family, rows, hidden, lengths=lengths, form=_usual(family))
         yield _folded(family, rows, STEPS, hidden, FOLDED_FORMS.get(family, ("",))[-1], lengths=lengths)
-    if family not in FORMS and not quick:
-        yield _square(family, 1, 512, dtype="bfloat16")
+    if family not in FORMS:
+        if not quick:
+            yield _square(family, 1, 512, dtype="bfloat16")
+        yield from _next_steps(family, "float32", 2048 * 512, quick)  # more states would take a CPU seconds
     for hidden, rows in product((256,) if quick else (128, 256, 512), (1, 8, 32)):
         yield _square(family, rows, hidden, dtype=INT8, form=_usual(family))
 
@@ -88,6 +93,7 @@ def bidirectional(family: str, rows: int) -> Workload:
 def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     if quick:
         yield from (_square(family, rows, hidden, dtype="float16") for hidden, rows in product((256, 512), (1, 32)))
+        yield from _next_steps(family, "float16", quick=quick)
         return
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield Workload(family, rows, steps, hidden, hidden, dtype="float16")
@@ -95,9 +101,17 @@ def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     yield from (_square(family, rows, hidden) for hidden, rows in product(*_FLOAT32_ON_CUDA))
     yield from (bidirectional(family, rows) for rows in (1, 32))
     yield deep(family, "float16")
+    yield from _next_steps(family, "float16")
     if family == "lstm":
         for hidden, rows, steps in product((128, 256, 512), (1, 8), RECURRENCE_STEPS):
             yield Workload(family, rows, steps, 4 * hidden, hidden, dtype="float16", kind="recurrence")
+
+
+def _next_steps(family: str, dtype: str, most_states: int | None = None, quick: bool = False) -> Iterator[Workload]:
+    """most_states: the most rows times hidden units, or None for all sizes."""
+    for hidden, rows, steps in product(SESSION_UNITS[: 1 if quick else None], SESSIONS[: 1 if quick else None], CHUNK_STEPS):
+        if most_states is None or rows * hidden <= most_states:
+            yield Workload(family, rows, steps, hidden, hidden, dtype=dtype, kind=NEXT_STEPS)
 
 
 def _questions(family: str) -> Iterator[Workload]:

@@ -38,7 +38,7 @@ _chosen = cached_choice(BACKENDS)
 def choice(weights: ConvWeights, backend: str = AUTO) -> Choice:
     """Return the backend that runs these weights. `stack` and `text_cnn` use the choice of their deciding layer."""
     variants = () if weights.tables is None else (tables.TABLES,)
-    return _chosen(weights.filters.device, weights.filters.dtype, weights.outputs, backend, variants)
+    return _chosen(backend, weights.filters.device, weights.filters.dtype, weights.outputs, variants)
 
 
 def conv(x: Ragged, weights: ConvWeights, state: ConvState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:

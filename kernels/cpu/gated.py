@@ -102,15 +102,12 @@ class GatedLoop:
         run, run_both = launch.backend_functions(self._run_direction)
         return Backend("cpu", run, refuses, bidirectional=run_both, runs=runs)
 
-    def _packed(self, weights: Any) -> GatedWeights:
-        packed: GatedWeights | None = weights.packed.get("cpu")
-        if packed is None:
-            packed = weights.packed["cpu"] = pack_gated(weights, self.panels(weights))
-        return packed
-
     def _run_direction(self, x: Ragged, layer: Any, state: Any, outputs: launch.Arguments, reverse: int) -> Any:
         """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
-        weights, rows, tokens = self._packed(layer), x.rows, x.data.shape[0]
+        weights: GatedWeights | None = layer.packed.get("cpu")
+        if weights is None:
+            weights = layer.packed["cpu"] = pack_gated(layer, self.panels(layer))
+        rows, tokens = x.rows, x.data.shape[0]
         data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
         offsets = x.offsets.contiguous()
         states = launch.row_states(self.state, self.state_arrays, state, rows, weights.arguments.hidden)

@@ -13,7 +13,7 @@ from kernels.cpu.compiled import inner
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.int8 import rows_of_product
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
-from kernels.cpu.products import PANEL_COLUMNS, max_rows, padded_width, product, tile_memory, tile_rows, vector_bytes
+from kernels.cpu.products import PANEL_COLUMNS, max_rows, padded_width, product, sums_of, tile_memory, tile_rows, vector_bytes
 from kernels.cpu.rows import (
     Batch,
     add_step,
@@ -26,6 +26,7 @@ from kernels.cpu.rows import (
     still_running,
     store_state,
 )
+from kernels.cpu.storage import INT8
 from kernels.cpu.vectors import FLOAT_BYTES, LANES, LONG_BYTES
 
 
@@ -34,7 +35,8 @@ class GatedStep(NamedTuple):
 
     gates, gate_offsets, block: the gate inputs, where the inputs of each row begin, and the numbers from gate to gate; before, after:
     hidden states, rows of `width` numbers; own: the arrays of the family, each like a hidden state and `array_bytes` large; row_offsets:
-    where each row of an array begins; sums, quantized: memory for the sums of a tile and for quantized rows.
+    where each row of an array begins; sums, quantized: memory for the sums of a tile and for quantized rows; descending: whether the step
+    takes panels from the last to the first. Every second step does: the panels that the step before it took last are still in the cache.
     """
 
     running: int
@@ -50,33 +52,49 @@ class GatedStep(NamedTuple):
     row_offsets: int
     sums: int
     quantized: int
+    descending: bool
 
 
-def tiles_of(gates: int, sums_of: Any, finish: Any) -> Any:
-    """Return the compiled function that computes the tiles of a step, with `gates` gates in a tile.
+def tiles_of(gates: int, started: int, finish: Any) -> Any:
+    """Return the compiled function that computes the tiles of a step, with `gates` gates in a tile, of which `started` have inputs that
+    their sums start from.
 
-    sums_of: of `kernels.cpu.products`; finish: makes use of the sums of a tile, from (step, rows, column, place, gate_offsets): where the
-    tile begins in a row and in an array, in bytes, and where the gate inputs of its rows begin. The function takes the step, the inputs of
-    the first gate, the array of the rows in the product, and its panels.
+    finish: makes use of the sums of a tile and a panel, from (step, sums, rows, column, place, gate_offsets): where the tile begins in a
+    row and in an array, in bytes, and where the gate inputs of its rows begin. The function takes the step, the inputs of the first gate,
+    the array of the rows in the product, and its panels.
     """
     largest = max_rows(gates)
+    sums_of_rows, sums_of_two_panels = sums_of(gates, started), sums_of(gates, started, panels=2)
 
     @inner
     def tiles(step: GatedStep, inputs: int, states: int, panels: int) -> None:
         storage, hidden = step.weights.storage, step.weights.hidden
         values, begins = rows_of_product(storage, states, step.row_offsets, step.running, hidden, step.quantized)
         panel_bytes = gates * vector_bytes(storage, hidden)
-        for panel in range(step.width // LANES):
+        count_of_panels = step.width // LANES
+        together = 2 if step.running == 1 and storage != INT8 and count_of_panels % 2 == 0 else 1
+        groups = count_of_panels // together
+        for position in range(groups):
+            panel = together * (groups - 1 - position if step.descending else position)
             column = FLOAT_BYTES * LANES * panel
             row = 0
+            if together == 2:
+                sums_of_two_panels(
+                    *(storage, 1, inputs + column, step.gate_offsets, step.block, values, begins, hidden),
+                    *(panels + panel_bytes * panel, step.sums, gates * LANES),
+                )
+                for number in range(2):
+                    at = column + FLOAT_BYTES * LANES * number
+                    finish(step, step.sums + FLOAT_BYTES * LANES * gates * number, 1, at, at, step.gate_offsets)
+                row = 1
             while row < step.running:
                 count = tile_rows(step.running - row, largest)
                 gate_offsets = step.gate_offsets + LONG_BYTES * row
-                sums_of(
+                sums_of_rows(
                     *(storage, count, inputs + column, gate_offsets, step.block, values, begins + LONG_BYTES * row, hidden),
                     *(panels + panel_bytes * panel, step.sums, gates * LANES),
                 )
-                finish(step, count, column, FLOAT_BYTES * step.width * row + column, gate_offsets)
+                finish(step, step.sums, count, column, FLOAT_BYTES * step.width * row + column, gate_offsets)
                 row += count
 
     return tiles
@@ -123,7 +141,7 @@ def gated_loop(gates: int, arrays: int, advance: Any) -> Any:
             advance(
                 GatedStep(
                     *(running, weights, inputs, offsets, block, before, after, own, array_bytes, width),
-                    *(row_offsets, sums, quantized),
+                    *(row_offsets, sums, quantized, step % 2 == 1),
                 )
             )
             add_step(batch, outputs, running, step_tokens[first:], units, after, width)

@@ -122,7 +122,7 @@ def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, Run
     """
 
     def after(x: Ragged, weights: Any, state: Any, outputs: Arguments, reverse: int) -> Any:
-        if updates_in_place(state):
+        if state is None or updates_in_place(state):
             return run_direction(x, weights, state, outputs, reverse)
 
         def by_row(x: Ragged, weights: Any, state: Any, *, want: Outputs | None) -> Encoded:
@@ -149,7 +149,7 @@ def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, Run
 
 def updates_in_place(state: Any) -> bool:
     """Return whether a compiled loop can run from this state: it has no slots, or caches that a loop can read and write."""
-    if state is None or state.slots is None:
+    if state.slots is None:
         return True
     caches = [getattr(state, field.name) for field in fields(state) if field.name not in ("slots", "sources")]
     return all(cache.is_contiguous() and cache.dtype in (torch.float32, torch.int64) for cache in caches)
@@ -165,5 +165,5 @@ def scratch_bytes(rows: int, tokens: int, *, state_floats: int, token_floats: in
     a token, with its quantized row."""
     orders, row_offsets = LONG_BYTES * (2 * rows + 2 * tokens + 3), LONG_BYTES * rows
     floats = FLOAT_BYTES * (rows * state_floats + tokens * token_floats)
-    quantized_rows = 4 * ALIGNED_BYTES  # two arrays of a step and two of all tokens
-    return aligned(orders) + aligned(row_offsets) + TILE_BYTES + floats + quantized_rows
+    rounding = 6 * ALIGNED_BYTES  # of both, and of quantized rows: two arrays of a step and two of all tokens
+    return orders + row_offsets + TILE_BYTES + floats + rounding

@@ -6,13 +6,15 @@ a shift or a mask then makes float32 numbers of a whole vector. `kernels.cpu.int
 block of columns is rounded up to LANES with zeros. In a panel of a recurrent weight, the vectors are the gates of the same
 LANES units; in a panel of any other weight they are consecutive columns.
 
-A tile is up to `max_rows` rows of one panel. It keeps its sums in registers while it runs over the depth. Each sum adds its
-products in the order of the depth, so a row's result does not depend on the other rows.
+A tile is up to `max_rows` rows of one panel, or one row of two panels, because the sums of a row and a panel are too few: each addition
+waits for the one before it. It keeps its sums in registers while it runs over the depth. Each sum adds its products in the order of the
+depth, so a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from llvmlite import ir
@@ -115,9 +117,9 @@ def _pad_blocks(weight: Tensor, blocks: int) -> Tensor:
     return pad(separate, (0, -separate.shape[2] % LANES))
 
 
-def _sums_tile(vectors: int, started: int) -> Any:
+def _sums_tile(vectors: int, started: int, panels: int) -> Any:
     """Return the intrinsic that computes the sums of a tile with panels of `vectors` vectors. Only the first `started` vectors
-    have a start other than zero."""
+    have a start other than zero. panels: 1, or 2 for a tile of one row and two panels of floating-point weights."""
 
     @llvm_code
     def tile(
@@ -143,8 +145,8 @@ def _sums_tile(vectors: int, started: int) -> Any:
         starts, begins = (code.pointer(address, LONG) for address in (start_offsets, value_offsets))
         zero = code.constant(0.0)
 
-        def start_row(row: int) -> list[ir.Value]:
-            first = builder.load(builder.gep(starts, [index(row)]))
+        def start_row(row: int, number: int = 0) -> list[ir.Value]:
+            first = builder.add(builder.load(builder.gep(starts, [index(row)])), index(number * LANES))
             blocks = [builder.add(first, builder.mul(block, index(vector))) for vector in range(started)]
             return [code.load(start_at, at) for at in blocks] + [zero] * (vectors - started)
 
@@ -156,9 +158,12 @@ def _sums_tile(vectors: int, started: int) -> Any:
             ]
 
         def sum_floats(offsets: Sequence[ir.Value], stored: int) -> list[list[ir.Value]]:
-            places = [[code.variable(value) for value in start_row(row)] for row in range(len(offsets))]
+            places = [
+                [[code.variable(value) for value in start_row(row, number)] for row in range(len(offsets))]
+                for number in range(panels)
+            ]
             _emit_products(code, places, values_at, offsets, panel, depth, stored)
-            return [[builder.load(place) for place in row_places] for row_places in places]
+            return [[builder.load(place) for place in row_places] for panel_places in places for row_places in panel_places]
 
         def emit(stored: int, count: int) -> None:
             offsets = [builder.load(builder.gep(begins, [index(row)])) for row in range(count)]
@@ -168,11 +173,12 @@ def _sums_tile(vectors: int, started: int) -> Any:
                     at = builder.add(builder.mul(width, index(row)), index(vector * LANES))
                     code.store(total, sums_at, at)
 
-        sizes = range(1, max_rows(vectors) + 1)
+        storages, largest = ((FLOAT32, BFLOAT16, INT8), max_rows(vectors)) if panels == 1 else ((FLOAT32, BFLOAT16), 1)
+        sizes = range(1, largest + 1)
         for_each_case(
             builder,
             storage,
-            (FLOAT32, BFLOAT16, INT8),
+            storages,
             lambda stored: for_each_case(builder, rows, sizes, lambda count: emit(stored, count)),
         )
         return context.get_dummy_value()
@@ -182,36 +188,39 @@ def _sums_tile(vectors: int, started: int) -> Any:
 
 def _emit_products(
     code: Vectors,
-    places: Sequence[Sequence[ir.Value]],
+    places: Sequence[Sequence[Sequence[ir.Value]]],
     values: ir.Value,
     offsets: Sequence[ir.Value],
     panel: ir.Value,
     depth: ir.Value,
     storage: int,
 ) -> None:
-    """Add the products of a tile's rows and a panel to the tile's variables, by row and vector.
+    """Add the products of a tile's rows and panels to the tile's variables, by panel, row and vector.
 
-    values: float32, the rows begin at `offsets`; panel: the address of the panel's weights.
+    values: float32, the rows begin at `offsets`; panel: the address of the first panel's weights, behind which the others are.
     """
-    builder, vectors = code.builder, len(places[0])
+    builder, vectors = code.builder, len(places[0][0])
     weights = code.pointer(panel, STORED_PANEL[storage])
+    together = 2 if storage == BFLOAT16 else 1
+    positions = builder.udiv(builder.add(depth, index(together - 1)), index(together))
+    panel_numbers = builder.mul(positions, index(vectors * LANES))
 
     def load(position: ir.Value, steps: int) -> list[list[ir.Value]]:
-        """Return the weights of consecutive steps, by step and vector. position: of the first step, or of its pair."""
+        """Return the weights of consecutive steps, by step, panel and vector. position: of the first step, or of its pair."""
         first = builder.mul(position, index(vectors * LANES))
-        at = [builder.add(first, index(vector * LANES)) for vector in range(vectors)]
+        begins = [builder.add(first, builder.mul(panel_numbers, index(number))) for number in range(len(places))]
+        at = [builder.add(begin, index(vector * LANES)) for begin in begins for vector in range(vectors)]
         if storage == BFLOAT16:
             pairs = [code.load_pairs(weights, offset) for offset in at]
             return [[pair[half] for pair in pairs] for half in range(steps)]
         return [[code.load(weights, offset) for offset in at]]
 
     def add(position: ir.Value, columns: Sequence[ir.Value]) -> None:
-        for offset, row_places in zip(offsets, places, strict=True):
+        for offset, *row_places in zip(offsets, *places, strict=True):
             value = code.broadcast(values, builder.add(offset, position))
-            for column, place in zip(columns, row_places, strict=True):
+            for column, place in zip(columns, chain.from_iterable(row_places), strict=True):
                 builder.store(code.multiply_add(value, column, builder.load(place)), place)
 
-    together = 2 if storage == BFLOAT16 else 1
     unrolled = builder.udiv(depth, index(UNROLLED))
     with cgutils.for_range(builder, unrolled, intp=unrolled.type) as loop:
         start = builder.mul(loop.index, index(UNROLLED))
@@ -240,24 +249,25 @@ def _zeros(_typing: Any) -> tuple[Any, Codegen]:
     return types.int64(), codegen
 
 
-def _sums_of(vectors: int, started: int) -> Any:
+def sums_of(vectors: int, started: int, panels: int = 1) -> Any:
     """Return the compiled function that writes ``start + values @ panel`` for a tile of rows and a panel of `vectors` vectors.
 
     Only the first `started` vectors have a start; the others start from zero. The function takes, as numbers and addresses:
     the storage of the panel and the number of rows; start, start_offsets, block: float32 numbers, where each row's begin,
     int64, and the numbers from vector to vector; values, value_offsets, depth: rows of `depth` numbers, of `rows_of_product`,
-    and where each begins; panel; sums, width: where the first row is written, and the numbers from row to row.
+    and where each begins; panel; sums, width: where the first row is written, and the numbers from row to row. panels: of a tile, as in
+    `_sums_tile`; the sums of a second panel are written like those of a second row.
     """
-    tile = _sums_tile(vectors, started)
+    tile = _sums_tile(vectors, started, panels)
 
     @inner
-    def sums_of(*arguments: int) -> None:
+    def sums(*arguments: int) -> None:
         tile(*arguments)
 
-    return sums_of
+    return sums
 
 
-sums_of_4, sums_of_3, sums_of_2, sums_of_1 = _sums_of(4, 4), _sums_of(3, 2), _sums_of(2, 2), _sums_of(1, 1)
+sums_of_4 = sums_of(4, 4)
 MAX_ROWS = max_rows(VECTORS)
 
 

@@ -18,7 +18,7 @@ from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.gated_loops import GatedStep, gated_loop, tiles_of
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
-from kernels.cpu.products import sums_of_1, sums_of_2, sums_of_3, vector_bytes
+from kernels.cpu.products import vector_bytes
 from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, Vectors, index
 
 BLOCKS = 3
@@ -112,25 +112,25 @@ def _emit_mix(code: Vectors, hidden: ir.Value, new: ir.Value, update: ir.Value) 
 
 
 @inner
-def _finish_all(step: GatedStep, rows: int, column: int, place: int, gate_offsets: int) -> None:
+def _finish_all(step: GatedStep, sums: int, rows: int, column: int, place: int, gate_offsets: int) -> None:
     new_inputs, bias = step.gates + column + FLOAT_BYTES * RESET_AND_UPDATE * step.block, step.weights.recurrent_bias + column
-    update_hidden(rows, step.sums, new_inputs, gate_offsets, bias, step.before + place, step.after + place, step.width)
+    update_hidden(rows, sums, new_inputs, gate_offsets, bias, step.before + place, step.after + place, step.width)
 
 
 @inner
-def _finish_reset_and_update(step: GatedStep, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
+def _finish_reset_and_update(step: GatedStep, sums: int, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
     updates = step.own + place
-    reset_hidden(rows, step.sums, step.before + place, updates, updates + step.array_bytes, step.width)
+    reset_hidden(rows, sums, step.before + place, updates, updates + step.array_bytes, step.width)
 
 
 @inner
-def _finish_new(step: GatedStep, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
-    mix_hidden(rows, step.sums, step.before + place, step.own + place, step.after + place, step.width)
+def _finish_new(step: GatedStep, sums: int, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
+    mix_hidden(rows, sums, step.before + place, step.own + place, step.after + place, step.width)
 
 
-_all_tiles = tiles_of(BLOCKS, sums_of_3, _finish_all)
-_reset_and_update_tiles = tiles_of(RESET_AND_UPDATE, sums_of_2, _finish_reset_and_update)
-_new_tiles = tiles_of(1, sums_of_1, _finish_new)
+_all_tiles = tiles_of(BLOCKS, RESET_AND_UPDATE, _finish_all)
+_reset_and_update_tiles = tiles_of(RESET_AND_UPDATE, RESET_AND_UPDATE, _finish_reset_and_update)
+_new_tiles = tiles_of(1, 1, _finish_new)
 
 
 @inner

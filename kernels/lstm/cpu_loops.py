@@ -13,7 +13,6 @@ from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.gated_loops import GatedStep, gated_loop, tiles_of
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
-from kernels.cpu.products import sums_of_4
 from kernels.cpu.vectors import LANES, Vectors, index
 from kernels.lstm.types import LSTMWeights
 
@@ -55,11 +54,11 @@ def _emit_cell(code: Vectors, gates: Sequence[ir.Value], cell: ir.Value) -> tupl
 
 
 @inner
-def _finish(step: GatedStep, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
-    update_cells(rows, step.sums, step.own + place, step.after + place, step.width)
+def _finish(step: GatedStep, sums: int, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
+    update_cells(rows, sums, step.own + place, step.after + place, step.width)
 
 
-_tiles = tiles_of(BLOCKS, sums_of_4, _finish)
+_tiles = tiles_of(BLOCKS, BLOCKS, _finish)
 
 
 @inner

@@ -1,1 +1,1 @@
-"""The comparison with other model servers: which servers, which requests, which goals, and how the results are shown."""
+"""The comparison with other model servers: which servers, which requests, and how the results are shown."""

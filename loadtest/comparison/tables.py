@@ -1,16 +1,57 @@
-"""The results of the comparison as tables: closed loop, ratios, open loop and goals."""
+"""The trials of the comparison by server, endpoint and load, and their tables: closed loop, ratios and open loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from loadtest import report
 from loadtest.comparison.contenders import SEQSERVE
-from loadtest.comparison.measurements import NO_MODEL, P50, P99, Case, Measurements
 from loadtest.requests import CPU, FRONTENDS, GENERATORS
-from loadtest.scenarios.rounds import RATE, Table, headings
+from loadtest.scenarios import rounds
+from loadtest.scenarios.rounds import RATE, Table, Trial, headings
 
+NO_MODEL = "constant answer"
+HELD = 0.95
+"""Share of the due requests that must be answered in the measured time; below it, a rate is beyond a server."""
+P50, P99, IN_TIME = "p50_ms", "p99_ms", "in_time"
 COLUMNS = (RATE, P50, P99, CPU, FRONTENDS, GENERATORS)
+
+
+class Case(NamedTuple):
+    """One load on one endpoint. callers: of a closed loop; rate: requests a second of an open loop."""
+
+    model: str
+    server: str
+    endpoint: str
+    callers: int = 0
+    rate: int = 0
+
+    def labels(self) -> dict[str, object]:
+        return {name: value for name, value in self._asdict().items() if value}
+
+
+class Measurements:
+    """All trials of a run."""
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        self._cases = {Case(**case[0].case): case for case in rounds.by_case(trials)}
+
+    def cases(self) -> list[Case]:
+        return list(self._cases)
+
+    def values(self, case: Case, column: str) -> list[float]:
+        """Return the values of all rounds that have a value."""
+        return [trial.values[column] for trial in self._cases.get(case, ()) if column in trial.values]
+
+    def ratios(self, case: Case, base: Case, column: str) -> list[float]:
+        """Return the ratio of two cases in each round that has both."""
+        return rounds.ratios(self._cases.get(case, ()), self._cases.get(base, ()), column)
+
+    def holds(self, case: Case) -> bool:
+        """Return whether a server holds a rate in most rounds."""
+        return statistics.median(self.values(case, IN_TIME) or (0.0,)) >= HELD
 
 
 def closed_loop(measured: Measurements, model: str) -> Table:

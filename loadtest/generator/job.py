@@ -21,8 +21,9 @@ class Job(msgspec.Struct):
     own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request. callers:
     connections. in_flight: open requests of a connection in a closed loop; only a WebSocket may have more than one. grace: time for the
     requests that are open at the end. rate: requests a second of an open loop, or 0 for a closed loop. arrivals: a name in ARRIVALS, for
-    an open loop. pids: the processes of the server. tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate,
-    empty for the system's.
+    an open loop. period: seconds between the chunks of a stream in real time, of which each caller is one, or 0 for the other loops.
+    chunks: of a stream; the requests are those of one stream after the other. headers: lines in the handshake of a WebSocket. pids: the
+    processes of the server. tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate, empty for the system's.
     """
 
     transport: str
@@ -39,6 +40,9 @@ class Job(msgspec.Struct):
     grace: float = 1.0
     rate: float = 0.0
     arrivals: str = "poisson"
+    period: float = 0.0
+    chunks: int = 0
+    headers: list[str] = msgspec.field(default_factory=list)
     seed: int = 0
     pids: list[int] = msgspec.field(default_factory=list)
     tls: bool = False
@@ -55,7 +59,8 @@ class Result(msgspec.Struct):
 
     due: requests of an open loop that were due in the measured time. answers: right answers that arrived in it, whenever their requests
     were due. latencies: of these answers, or in an open loop of all right answers to the requests that were due, as float64.
-    cpu_seconds: processor time of the generator. server_cpu_seconds: processor time of each process in `pids`.
+    cpu_seconds: processor time of the generator. server_cpu_seconds: processor time of each process in `pids`. delays: of the sending of
+    each request that was due, as float64; only of streams in real time.
     """
 
     seconds: float
@@ -65,6 +70,7 @@ class Result(msgspec.Struct):
     failures: dict[str, int]
     cpu_seconds: float
     server_cpu_seconds: list[float]
+    delays: bytes = b""
 
     def ordered_latencies(self) -> list[float]:
         return sorted(array("d", self.latencies))

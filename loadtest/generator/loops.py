@@ -1,4 +1,4 @@
-"""The closed and the open loop."""
+"""The closed loop, the open loop, and streams in real time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import ssl
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
-from loadtest.generator import grpc
-from loadtest.generator.arrivals import ARRIVALS
+from msgspec import structs
+
+from loadtest.generator import grpc, websocket
+from loadtest.generator.arrivals import ARRIVALS, staggered
 from loadtest.generator.connection import CLOSED, OK, Connection
 from loadtest.generator.grpc import GrpcConnection
 from loadtest.generator.http import HttpConnection
 from loadtest.generator.job import Job, Result
-from loadtest.generator.readers import READERS, agree, refusal
+from loadtest.generator.readers import READERS, STREAM_TOLERANCE, TOLERANCE, agree, refusal
 from loadtest.generator.timer import Timer
 from loadtest.generator.websocket import WebSocketConnection
 
@@ -24,12 +26,14 @@ RETRY_SECONDS = 0.1
 MAX_KNOWN = 64
 """Remembered right answers of one request. They differ in the last digits, because a row's rounding depends on its batch."""
 WRONG = "wrong answer"
-UNANSWERED = "unanswered"
+UNANSWERED, ENDED = "unanswered", "not sent, because the stream has failed"
+OPENING = 50
+"""Most streams of a generator whose first chunks are not answered yet."""
 
 
 async def run(job: Job) -> Result:
     """Run a job in this process."""
-    load = (OpenLoop if job.rate else ClosedLoop)(job)
+    load = (RealTimeLoop if job.period else OpenLoop if job.rate else ClosedLoop)(job)
     await load.connect()
     load.start()
     await asyncio.sleep(job.warm_up)
@@ -205,24 +209,31 @@ class OpenLoop(Load):
         now = time.monotonic()
         while self._next <= now:
             self._due += self._next >= self._counted_since
-            if self._idle:
-                self._idle.popleft().ask(next(self._numbers), self._next)
-            else:
-                self._waiting.append(self._next)
+            self._send(self._next)
             self._next += next(self._gaps)
         self._timer.set(self._next)
+
+    def _send(self, moment: float) -> None:
+        """Send a request that is due since `moment`, or let it wait."""
+        if self._idle:
+            self._idle.popleft().ask(next(self._numbers), moment)
+        else:
+            self._waiting.append(moment)
 
     def answered(self, connection: Connection, status: int, body: bytes) -> None:
         now = time.monotonic()
         number, since = connection.open.popleft()
         reason = self._answers.fault(number, status, body)
         if reason is not None:
-            self._failures[reason] += 1
+            self._fail(connection, reason)
         else:
             self._right += 1
             if since >= self._counted_since:
                 self._latencies.append(now - since)
         self._resume(connection)
+
+    def _fail(self, connection: Connection, reason: str) -> None:
+        self._failures[reason] += 1
 
     def _resume(self, connection: Connection) -> None:
         """Send the next request that waits, or note that the connection is idle."""
@@ -240,6 +251,65 @@ class OpenLoop(Load):
         super().broken(connection, reason)
 
 
+class RealTimeLoop(OpenLoop):
+    """Streams that send a chunk in every period, whether the chunk before it is answered or not. They open before any chunk is counted.
+
+    A refused chunk leaves a gap in its stream, so a stream with a failure ends, and its later chunks fail too.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._gaps = staggered(job.callers, job.period, job.seed)
+        self._streams: list[tuple[Connection, Iterator[int]]] = []
+        self._delays = array("d")
+
+    async def connect(self) -> None:
+        """Open the streams with their first chunks, some at a time. Raises OSError when one is refused."""
+        for place in range(self._job.callers):
+            connection = await self._connect()
+            first = place * self._job.chunks % len(self._job.requests)
+            self._streams.append((connection, iter(range(first + 1, first + self._job.chunks))))
+            connection.ask(first, time.monotonic())
+            await self._opened(place + 1 - OPENING)
+        await self._opened(self._job.callers)
+
+    async def _opened(self, count: int) -> None:
+        """Wait for the first answers to so many streams."""
+        while self._right < count:
+            if self._failures:
+                raise ConnectionError(f"after {self._right} open streams another was refused: {', '.join(self._failures)}")
+            await asyncio.sleep(0.001)
+
+    def start(self) -> None:
+        self._turns = cycle(self._streams)
+        super().start()
+
+    def _send(self, moment: float) -> None:
+        connection, numbers = next(self._turns)
+        if connection in self._connections and (number := next(numbers, None)) is not None:
+            connection.ask(number, moment)
+        else:
+            self._failures[ENDED] += 1
+        if moment >= self._counted_since:
+            self._delays.append(time.monotonic() - moment)
+
+    def _resume(self, connection: Connection) -> None:
+        """Nothing waits for an idle connection."""
+
+    def _fail(self, connection: Connection, reason: str) -> None:
+        super()._fail(connection, reason)
+        connection.hang_up()
+        self.broken(connection, reason)
+
+    def broken(self, connection: Connection, reason: str) -> None:
+        self._failures[reason] += len(connection.open)
+        connection.open.clear()
+        self._connections.discard(connection)
+
+    def result(self) -> Result:
+        return structs.replace(super().result(), delays=self._delays.tobytes())
+
+
 class AnswerCheck:
     """Compares answers with the expected scores. An answer that was right before is recognised by its bytes."""
 
@@ -247,6 +317,7 @@ class AnswerCheck:
         self._known: list[set[bytes]] = [set() for _ in job.requests]
         self._expected = job.expected
         self._read = READERS[job.reader]
+        self._tolerance = STREAM_TOLERANCE if job.period else TOLERANCE
 
     def fault(self, number: int, status: int, body: bytes) -> str | None:
         """Return why an answer does not count, or None for a right answer."""
@@ -257,7 +328,7 @@ class AnswerCheck:
     def _is_right(self, number: int, body: bytes) -> bool:
         expected = self._expected[number]
         try:
-            right = agree(self._read(body, len(expected)), expected)
+            right = agree(self._read(body, expected), expected, self._tolerance)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             right = False
         if right and len(self._known[number]) < MAX_KNOWN:
@@ -270,7 +341,8 @@ def _connection_factory(load: Load, job: Job) -> Callable[[], Connection]:
         return lambda: HttpConnection(load, job.requests)
     authority = f"{job.host}:{job.port}"
     if job.transport == "websocket":
-        return lambda: WebSocketConnection(load, job.requests, authority, job.path)
+        handshake = websocket.handshake(authority, job.path, job.headers)
+        return lambda: WebSocketConnection(load, job.requests, handshake)
     frames = grpc.prepare(job.requests, authority, job.path)
     return lambda: GrpcConnection(load, frames)
 

@@ -49,6 +49,7 @@ def merged(results: Sequence[Result]) -> Result:
         due=sum(result.due for result in results),
         answers=sum(result.answers for result in results),
         latencies=b"".join(result.latencies for result in results),
+        delays=b"".join(result.delays for result in results),
         failures=dict(failures),
         cpu_seconds=sum(result.cpu_seconds for result in results),
         server_cpu_seconds=[fmean(times) for times in zip(*(result.server_cpu_seconds for result in results), strict=True)],

@@ -11,9 +11,11 @@ TEXT_FRAME, BINARY_FRAME, CLOSE_FRAME, PING_FRAME, PONG_FRAME = 0x81, 0x82, 0x88
 MASKED, SIZE_OF_16_BITS, SIZE_OF_64_BITS = 0x80, 126, 127
 REFUSED = 400
 """Status of an answer that is an error."""
-_HANDSHAKE = (
-    b"GET %b HTTP/1.1\r\nHost: %b\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+_UPGRADE = (
+    "Connection: Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
 )
 _ERROR = b'{"error"'
 
@@ -30,14 +32,19 @@ def frame(kind: int, payload: bytes) -> bytes:
     return head + mask + bytes(byte ^ mask[place & 3] for place, byte in enumerate(payload))
 
 
+def handshake(authority: str, path: str, headers: Sequence[str]) -> bytes:
+    """Return the request that opens a socket. path: with its query."""
+    return "\r\n".join((f"GET {path} HTTP/1.1", f"Host: {authority}", *_UPGRADE, *headers, "", "")).encode()
+
+
 class WebSocketConnection(Connection):
     """A socket with any number of open requests. Those that are sent before the handshake is complete wait for it."""
 
-    def __init__(self, exchange: Exchange, requests: Sequence[bytes], host: str, path: str) -> None:
-        """requests: whole frames. path: the path and the query of the handshake."""
+    def __init__(self, exchange: Exchange, requests: Sequence[bytes], handshake: bytes) -> None:
+        """requests: whole frames."""
         super().__init__(exchange)
         self._requests = requests
-        self._handshake = _HANDSHAKE % (path.encode(), host.encode())
+        self._handshake = handshake
         self._accepted = False
 
     def connection_made(self, transport: object) -> None:

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from kernels.bench.report import device_name, slug
 from kernels.bench.tables import three_digits
-from loadtest import report, servers
+from loadtest import discovery, realtime, report, servers
 from loadtest.discovery import CannotMeasure
-from loadtest.requests import ENGINE, FRONTENDS, KINDS, Clients, Requests
+from loadtest.requests import ENGINE, FRONTENDS, KINDS, SENSOR, Clients, Requests
 from loadtest.scenarios import rounds
 from loadtest.scenarios.rounds import RATE
 from loadtest.servers import ServerProcess
@@ -48,20 +48,27 @@ PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson", "grp
 
 
 class Cell(NamedTuple):
-    """One load. kind: a name in KINDS; rate: requests a second of an open loop; longer: multiplies the duration."""
+    """One load. kind: a name in KINDS; rate: requests a second of an open loop; longer: multiplies the duration.
 
-    kind: str
+    period: seconds between the chunks of a stream in real time, instead of a kind; callers are streams.
+    """
+
+    kind: str = ""
     callers: int = 32
     rate: float = 0.0
     in_flight: int = 1
     longer: float = 1.0
+    period: float = 0.0
 
     @property
     def judged(self) -> tuple[str, ...]:
         """Return the quantities that are judged: the rate of an open loop is given."""
-        return JUDGED[1:] if self.rate else JUDGED
+        return JUDGED[1:] if self.rate or self.period else JUDGED
 
-    def requests(self, clients: Clients) -> Requests:
+    def requests(self, clients: Clients, seconds: float) -> Requests:
+        """seconds: the duration of a trial with its warm-up."""
+        if self.period:
+            return realtime.requests(clients.url, discovery.find(clients.url, SENSOR), 1, self.period, self.longer * seconds)
         if self.kind == "chunk" and self.in_flight > 1:
             return clients.chunk(self.callers // self.in_flight)  # callers share the sessions
         return KINDS[self.kind](clients)
@@ -78,6 +85,7 @@ CELLS = {
     "chunk, 4 in flight": Cell("chunk", in_flight=4),
     "WebSocket, 1 in flight": Cell("socket-binary"),
     "WebSocket, 4 in flight": Cell("socket-binary", in_flight=4),
+    "streams in real time": Cell(callers=50, period=0.05),
     "OIP binary": Cell("oip"),
     "gRPC": Cell("grpc"),
 }
@@ -207,7 +215,7 @@ def _measured(versions: Sequence[Version], options: argparse.Namespace) -> dict[
             running = [stack.enter_context(_serving(versions, side, options)) for side in (0, 1)]
             if not requests:
                 clients = Clients(running[0].url, versions[0].folder / "models")  # NEW must answer as OLD does
-                requests = {name: CELLS[name].requests(clients) for name in options.cells}
+                requests = {name: CELLS[name].requests(clients, 1.25 * options.seconds) for name in options.cells}
             for pair, name in product(range(first, min(first + PAIRS, options.pairs)), options.cells):
                 progress = f"pair {pair + 1} of {options.pairs}, {time.monotonic() - began:.0f} s, {name}"
                 print(f"\r{progress:<60}", end="", file=sys.stderr, flush=True)
@@ -231,7 +239,13 @@ def _trial(
 ) -> list[float]:
     """Load one server. Returns a value of each quantity. Raises CannotMeasure for a wrong or failed answer, with its version and cell."""
     in_flight = cell.in_flight if requests.transport == "websocket" else 1
-    load: dict[str, Any] = {"callers": cell.callers, "in_flight": in_flight, "rate": cell.rate, "seed": seed}
+    load: dict[str, Any] = {
+        "callers": cell.callers,
+        "in_flight": in_flight,
+        "rate": cell.rate,
+        "period": cell.period,
+        "seed": seed,
+    }
     seconds = cell.longer * options.seconds
     result, costs = requests.measure(server, seconds=seconds, warm_up=options.seconds / 4, **load)
     if result.failures or not result.answers:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from loadtest import oip_requests, servers
 from loadtest.baselines.classifier import CONSTANT, TextClassifier
-from loadtest.comparison import goals, models, tables
+from loadtest.comparison import models, tables
 from loadtest.comparison.contenders import SEQSERVE, SERVERS, Endpoint, Server
-from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements
+from loadtest.comparison.tables import HELD, IN_TIME, NO_MODEL, Case, Measurements
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job
 from loadtest.generator.loops import WRONG
@@ -65,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
             trials.append(trial)  # an interrupt keeps the trials before it
     measured = Measurements(trials)
     options.rounds = len({trial.round for trial in trials})
-    shown = [*tables.of(measured), [list(line) for line in goals.lines(measured)]]
-    status = rounds.publish("serving", trials, shown, options, PACKAGES)
+    status = rounds.publish("serving", trials, tables.of(measured), options, PACKAGES)
     for name, reason in skipped.items():
         print(f"{name} was skipped: {reason}")
     return 1 if SEQSERVE in skipped else status

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.in_flight import BlockResult
 from service.errors import ServiceError
-from service.ipc.blocks import ID, ITEM_BYTES
+from service.ipc.blocks import COUNT_BYTES, ID, ITEM_BYTES
 from service.ipc.channel import Channel, encode
 from service.ipc.messages.inference import AnswerBlock, RefusalBlock
 from service.ipc.messages.message import Refusal
@@ -46,20 +45,18 @@ class FrontendChannel:
 
 
 def answer_message(block: QueuedBlock, result: BlockResult, ready: float) -> tuple[AnswerBlock, list[Any]]:
-    """Return the answers to all requests of a block, and the columns that follow the message."""
+    """Return the answers to all requests of a block, and the columns that follow the message. A result without steps has no sequences."""
     arrays = [array for array in result[:4] if array is not None]
     scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
-    answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
-    columns: list[Any] = [block.columns.ids, block.columns.counts, result.steps]
-    if block.timed:
-        answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
-    if block.sessions or block.handles is not None:
-        numbers = len(result.state) // (ITEM_BYTES * block.sequences)
-        answer = msgspec.structs.replace(
-            answer,
-            finite=result.is_finite,
-            sessions=result.session_steps is not None,
-            state=(block.sequences, numbers) if numbers else (),
-        )
-        columns += [] if result.session_steps is None else [result.session_steps]
-    return answer, [*columns, *arrays, result.state]
+    sequences, session_steps = len(result.steps) // COUNT_BYTES, result.session_steps
+    message = AnswerBlock(
+        *(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready),
+        queued=block.arrived if block.timed else 0.0,
+        runs=list(result.runs) if block.timed else [],
+        state=(sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else (),
+        finite=result.is_finite,
+        sessions=session_steps is not None,
+    )
+    counts = block.columns.counts if sequences else bytes(COUNT_BYTES * block.requests)
+    columns = block.columns.ids, counts, result.steps, b"" if session_steps is None else session_steps
+    return message, [*columns, *arrays, result.state]

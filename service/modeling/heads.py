@@ -101,7 +101,7 @@ class RunnableHead:
     def _linear(self, x: Tensor) -> Tensor:
         """Return ``x @ weight + bias`` in the device's arithmetic dtype."""
         weight, bias = self._weights
-        return torch.addmm(bias, x.to(weight.dtype), weight)
+        return torch.addmm(bias, x if x.dtype == weight.dtype else x.to(weight.dtype), weight)
 
 
 def _score_function(head: Head) -> Callable[[Tensor], Tensor] | None:

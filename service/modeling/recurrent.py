@@ -81,7 +81,7 @@ class RecurrentStack(RunnableLayer):
         for level in levels:
             level_want = want if level is levels[-1] else Outputs(steps=True)
             encoded = self._run_level(level, x, level_want, tuple(islice(states_before, len(level.directions))))
-            states_after += encoded.state
+            states_after += encoded.state if len(level.directions) == 2 else [encoded.state]
             if encoded.steps is not None:
                 x = Ragged(encoded.steps, x.offsets)
         return encoded, states_after
@@ -140,7 +140,7 @@ class RecurrentStack(RunnableLayer):
         return encoded, list(encoded.state)
 
     def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
-        """Run one level. The state is a tuple with one entry per direction."""
+        """Run one level. The state is that of its direction, or a pair."""
         if level.starts and states[0] is None:
             states = self._start(level, x.rows)
         if level.merge is not None:
@@ -161,7 +161,7 @@ class RecurrentStack(RunnableLayer):
         encoded = self._family.run(read, level.directions[0], states[0], want=want, backend=self._requested)
         if level.backward and encoded.steps is not None:
             encoded = replace(encoded, steps=Ragged(encoded.steps, x.offsets).reversed().data)
-        return replace(encoded, state=(encoded.state,))
+        return encoded
 
     def _start(self, level: RecurrentLevel, entries: int) -> tuple[Any, ...]:
         """Return the states of rows that have no earlier chunk, one per direction, with this number of entries."""

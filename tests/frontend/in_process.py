@@ -49,7 +49,7 @@ from service.metrics import Metrics, Snapshot
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from service.supervisor.repository import Repository
-from tests.frontend.dispatch.test_dispatcher import requests_of
+from tests.frontend.dispatch.test_dispatcher import answer_frame, requests_of
 from tests.serving import LIMIT_SECONDS, Server
 
 STREAMS = ("accumulator", "forecaster", "numbers", "sensors", "speller")
@@ -130,7 +130,10 @@ class StandInEngine:
     def _reply(self, frame: Frame) -> None:
         message, data = frame.message, bytes(frame.tail)
         try:
-            reply, tail = self._run(message, data) if isinstance(message, Request) else self._call(message)
+            if isinstance(message, Request):
+                self._send(answer_frame(frame.id, *self._run(message, data)))
+                return
+            reply, tail = self._call(message)
         except ServiceError as error:
             reply, tail = Refusal.of(error), b""
         if reply is not None:
@@ -166,7 +169,7 @@ class StandInEngine:
         if limit and len(same) >= limit:
             raise TooManySessions("the tenant has too many sessions", retry_after=1)
 
-    def _run(self, request: Request, data: bytes) -> tuple[Any, bytes]:
+    def _run(self, request: Request, data: bytes) -> tuple[Answer, bytes]:
         if self.refusal is not None:
             raise self.refusal
         spec, session = self._catalog[request.key].spec, request.session

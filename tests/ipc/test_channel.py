@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from service.ipc.channel import HEADER, Channel, Frame, encode, pair
 from service.ipc.messages import ALL
 from service.ipc.messages.control import Attach, CollectMetrics, Failed, LoadModel, Ready
-from service.ipc.messages.inference import Answer, Cancel, RefusalBlock, Request
+from service.ipc.messages.inference import AnswerBlock, Backlog, Cancel, RefusalBlock
 from service.ipc.messages.message import Done, Message, Refusal
 
 MIB = 1 << 20
@@ -48,12 +48,10 @@ def receive_all(sender: Channel, receiver: Channel, *, count: int) -> list[Frame
 
 
 messages = st.one_of(
-    st.sampled_from([Cancel(), Ready(), Done(), CollectMetrics(), Answer((2, 3), steps=[1, 2])]),
+    st.sampled_from([Cancel(), Ready(), Done(), CollectMetrics(), AnswerBlock(1, 2, (2, 3))]),
     st.builds(LoadModel, st.text(max_size=9), st.none()),
     st.builds(RefusalBlock, st.builds(Refusal, st.text(max_size=9), st.text(max_size=9))),
-    st.builds(
-        Request, st.text(max_size=9), st.text(max_size=9), st.lists(st.integers(1, 99)), st.floats(0, 9), st.floats(0, 9)
-    ),
+    st.builds(Backlog, st.floats(0, 9), st.integers(0, 99)),
 )
 
 
@@ -92,8 +90,8 @@ def test_large_frames_cross_without_blocking(ends: tuple[Channel, Channel]) -> N
     sender, receiver = ends
     tails = [os.urandom(size) for size in (2 * MIB, 5, 5 * MIB, 0, 2 * MIB)]
     for id, tail in enumerate(tails):
-        sender.send(encode(Answer(), id, (tail[:5], bytearray(tail[5:9]), memoryview(tail)[9:])))
-    sender.send(encode(Answer(), len(tails), (tails[0][:5],), following=2 * MIB - 5), following=memoryview(tails[0])[5:])
+        sender.send(encode(AnswerBlock(0, 0), id, (tail[:5], bytearray(tail[5:9]), memoryview(tail)[9:])))
+    sender.send(encode(AnswerBlock(0, 0), len(tails), (tails[0][:5],), following=2 * MIB - 5), following=memoryview(tails[0])[5:])
     tails.append(tails[0])
     assert not sender.flush()
     frames = receive_all(sender, receiver, count=len(tails))
@@ -101,7 +99,7 @@ def test_large_frames_cross_without_blocking(ends: tuple[Channel, Channel]) -> N
     assert [bytes(frame.tail) for frame in frames] == tails
     assert [type(frame.tail) for frame in frames] == [memoryview, bytes, memoryview, bytes, memoryview, memoryview]
     assert sender.flush() and (sender.frames_sent, receiver.frames_received) == (6, 6)
-    assert sender.bytes_sent == sum(map(len, tails)) + 6 * len(encode(Answer()))
+    assert sender.bytes_sent == sum(map(len, tails)) + 6 * len(encode(AnswerBlock(0, 0)))
 
 
 def test_small_frames_overtake_a_divided_frame(ends: tuple[Channel, Channel]) -> None:
@@ -111,7 +109,7 @@ def test_small_frames_overtake_a_divided_frame(ends: tuple[Channel, Channel]) ->
     frames = list[Frame]()
     for id, tail in tails.items():
         send = sender.send_divided if id < 3 else sender.send
-        send(encode(Answer(), id, (tail,)))
+        send(encode(AnswerBlock(0, 0), id, (tail,)))
         sender.flush()
         frames += receiver.receive()
     frames += receive_all(sender, receiver, count=len(tails) - len(frames))
@@ -157,7 +155,7 @@ def test_attached_sockets_arrive_with_their_frames(ends: tuple[Channel, Channel]
 
 def test_whole_frames_before_an_end_of_file_are_kept() -> None:
     raw, end = pair()
-    raw.sendall(encode(Answer(), 1) + encode(Answer(), 2) + encode(Failed("cut off"), 3)[:-1])
+    raw.sendall(encode(AnswerBlock(0, 0), 1) + encode(AnswerBlock(0, 0), 2) + encode(Failed("cut off"), 3)[:-1])
     raw.close()
     receiver = Channel(end)
     receiver.send(encode(Cancel(), 1))

@@ -136,7 +136,7 @@ def test_pairs_alternate_and_a_red_comparison_has_status_1(
     monkeypatch.setattr(servers, "running", serving)
     monkeypatch.setattr(Requests, "measure", measure)
 
-    def requests(cell: compare.Cell, clients: Clients) -> Requests:
+    def requests(cell: compare.Cell, clients: Clients, seconds: float) -> Requests:
         assert clients.url == "old", "NEW must answer as OLD does"
         return Requests("http", "", [], "infer")
 

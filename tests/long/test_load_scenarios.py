@@ -43,7 +43,7 @@ def test_fairness_measures_every_case(tmp_path: Path) -> None:
 
 
 def test_tree_is_compared_with_itself(tmp_path: Path) -> None:
-    names = ["text, 1 caller", "chunk, 4 in flight", "WebSocket, 4 in flight"]
+    names = ["text, 1 caller", "chunk, 4 in flight", "WebSocket, 4 in flight", "streams in real time"]
     command = ["compare", str(ROOT), str(ROOT), "--pairs", "1", "--floor", "0", "--cell-floor", "0", "--cells", *names]
     assert main([*command, "--logs", str(tmp_path), "--out", str(tmp_path), "--seconds", "2"]) == 0
     [path] = tmp_path.glob("compare-*.json")

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.bench.agreement import ExpectedAnswer
 from kernels.bench.case import BenchCase
-from kernels.bench.workload import ENCODER, WITHOUT_BASELINES, Workload
+from kernels.bench.workload import ENCODER, NEXT_STEPS, WITHOUT_BASELINES, Workload
 
 
 class MissingError(Exception):
@@ -41,7 +41,8 @@ class Baseline:
 
     eager_only: why it cannot be captured in a CUDA graph; condition: limits a baseline that is slow, or made for one comparison, to the
     workloads where it is useful; over_ids: it looks up an embedding of token ids, and runs the folded workloads and no others; encoders:
-    it also runs several layers and both directions; slack: its error may be this many times what rounding explains.
+    it also runs several layers and both directions; states: it also starts rows from a state; slack: its error may be this many times what
+    rounding explains.
     """
 
     name: str
@@ -51,12 +52,13 @@ class Baseline:
     condition: Callable[[Workload], bool] = lambda _: True
     over_ids: bool = False
     encoders: bool = False
+    states: bool = False
     slack: float = 1.0
 
     def applies(self, workload: Workload, device: str) -> bool:
         """Return whether the baseline runs this workload on `device`, which is cpu or cuda."""
         takes_data = workload.kind not in WITHOUT_BASELINES and self.over_ids == (workload.kind == "folded")
-        runs = self.encoders or workload.kind != ENCODER
+        runs = {ENCODER: self.encoders, NEXT_STEPS: self.states}.get(workload.kind, True)
         return device in self.devices and takes_data and runs and self.condition(workload)
 
 

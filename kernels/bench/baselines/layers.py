@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,18 +14,31 @@ from kernels.bench.baselines.baseline import TimedCall, last, pad, pad_ids
 from kernels.bench.case import BenchCase, embedded_case
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
+from kernels.ragged import state_arrays
 
 
 def padded(case: BenchCase) -> TimedCall:
-    """Compute the padding as well, then take the last step of each row, or every step or both directions of rows with equal lengths."""
+    """Compute the padding as well, then take the last step of each row, or every step or both directions of rows with equal lengths.
+
+    States are gathered from their slots before the clock starts, and stay as the layer returns them.
+    """
     layer, data = _layer(case), pad(case)
     if case.workload.directions == 2:
         assert not case.ragged, "the backward direction would begin in the padding"
         return TimedCall(lambda: _last_state(layer, data))
     if case.want == "steps":
         return TimedCall(lambda: layer(data)[0], lambda steps: steps.transpose(0, 1).flatten(0, 1))
-    take = last(case)
-    return TimedCall(lambda: take(layer(data)[0]))
+    take, state = last(case), _state(case)
+    return TimedCall(lambda: take(layer(data, state)[0]))
+
+
+def _state(case: BenchCase) -> Any:
+    """Return the state that the rows start from as torch's layer takes it, (1, rows, hidden), or None for zeros."""
+    if case.state is None:
+        return None
+    before = case.state.by_row()
+    hidden, *cell = (getattr(before, name)[None].to(case.x.data.dtype) for name in state_arrays(before))
+    return (hidden, *cell) if cell else hidden
 
 
 def padded_over_ids(case: BenchCase) -> TimedCall:

@@ -14,9 +14,8 @@ from service.ipc.messages.inference import MAX_RUNS, BatchRun
 PER_SEQUENCE = ("scores", "picks", "embedding", "sequence")
 
 
-def not_finite(block: QueuedBlock) -> BlockResult:
-    """Return the result of requests with states that led to values that are not finite."""
-    return BlockResult(None, None, None, None, bytes(COUNT.itemsize * block.sequences), is_finite=False)
+NOT_FINITE = BlockResult(None, None, None, None, b"", is_finite=False)
+"""The result of requests with states that led to values that are not finite."""
 
 
 class Assembly:
@@ -67,10 +66,10 @@ class Assembly:
 
 def result_without_steps(session_steps: int) -> BlockResult:
     """Return the result of a request that only ends a session, which has had so many steps."""
-    return BlockResult(None, None, None, None, bytes(COUNT.itemsize), session_steps=np.array([session_steps]))
+    return BlockResult(None, None, None, None, b"", session_steps=np.array([session_steps]))
 
 
-def rows_of(block: QueuedBlock, result: BlockResult, rows: Any) -> BlockResult:
+def rows_of(result: BlockResult, rows: Any) -> BlockResult:
     """Return the result of some sequences of a block. rows: (sequences,) bool."""
     steps = np.frombuffer(result.steps, COUNT)
     of_steps = np.repeat(rows, steps)

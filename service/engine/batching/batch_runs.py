@@ -15,20 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
-from service.engine.batching.assembly import Assembly, not_finite, rows_of
+from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
 from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.session_table import Session
 from service.engine.batching.sessions import Sessions
-from service.engine.batching.state_cache import StateCache, close_handles
-from service.engine.batching.state_slots import Numbers
+from service.engine.batching.state_cache import StateCache, StateMoves, close_handles
 from service.engine.batching.tenant_queue import Piece
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, FinishedBatch
 from service.engine.internal_errors import InternalErrors
 from service.errors import InferenceFailed, OutOfMemory, ServiceError
-from service.ipc.blocks import COUNT
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
@@ -43,12 +41,13 @@ Flags = NDArray[np.bool_]
 class _RunningBatch:
     """A batch in flight.
 
-    pieces: its last blocks, each with the request that it belongs to.
+    pieces: its last blocks, each with the request that it belongs to. moves: of the states of the others, None without states.
     withdrawn: the ids of requests that nothing waits for any more, by block.
     """
 
     batch: Batch
     pieces: Sequence[tuple[Assembly, Piece]]
+    moves: StateMoves | None = None
     withdrawn: dict[QueuedBlock, set[int]] = field(default_factory=dict)
 
     @property
@@ -104,15 +103,15 @@ class BatchRuns:
     ) -> None:
         """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see _RunningBatch."""
         try:
-            slots = self._states.prepare(model, blocks)
+            moves = self._states.prepare(model, blocks, len(pieces))
         except DeviceLost:
             raise
         except Exception as error:
             self._run_alone(_RunningBatch(Batch(model, blocks), pieces), before_launch, error)
             return
         since = min(map(ARRIVED_OF, blocks)) if formed < math.inf else math.inf
-        batch = Batch(model, blocks, since, formed, *slots)
-        running = self._running[batch] = _RunningBatch(batch, pieces)
+        batch = Batch(model, blocks, since, formed, *(() if moves is None else (moves.reads, moves.writes)))
+        running = self._running[batch] = _RunningBatch(batch, pieces, moves)
         if self.observer is not None and formed < math.inf:
             self.observer(batch, [block.arrived for block in blocks for _ in range(block.sequences)])
         before_launch(batch)
@@ -122,13 +121,12 @@ class BatchRuns:
             raise
         except Exception as error:
             del self._running[batch]
-            self._states.abandon_batch(model, blocks, batch.write_slots)
+            if moves is not None:
+                self._states.abandon_all(model, moves)
             self._run_alone(running, before_launch, error)
             return
-        for row, block in enumerate(blocks[len(running.whole) :], batch.rows - len(pieces)):
-            if block.handles is not None:
-                assert batch.write_slots is not None
-                self._states.advance(model, int(block.handles[0]), int(batch.write_slots[row]))
+        if moves is not None:
+            self._states.advance(model, moves, len(pieces))
 
     def _run_alone(self, failed: _RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
         """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""
@@ -205,23 +203,30 @@ class BatchRuns:
     # Results.
 
     def finish(self, finished: FinishedBatch, ready: float) -> None:
-        """Reply to the requests that a batch has completed. ready: when its results were."""
+        """Reply to the requests that a batch has completed, and keep their states. ready: when its results were."""
         running = self._running.pop(finished.batch)
         self._end_withdrawn(running)
-        batch, first = finished.batch, 0
-        for place, (block, result) in enumerate(zip(batch.blocks, finished.results, strict=True)):
+        moves, whole, first = running.moves, len(running.whole), 0
+        kept, failed = list[int](), list[BlockRequest]()
+        for place, (block, result) in enumerate(zip(finished.batch.blocks, finished.results, strict=True)):
             rows = slice(first, first + block.sequences)
             finite = None if finished.finite is None else finished.finite[rows]
-            if place >= len(running.whole):
-                self._finish_piece(*running.pieces[place - len(running.whole)], result, finite, ready)
-            elif block.handles is None:
+            if place >= whole:
+                self._finish_piece(*running.pieces[place - whole], result, finite, ready)
+            elif moves is None or block.handles is None:
                 self._answer(block, result, ready)
             else:
-                assert batch.write_slots is not None
-                self._finish_stateful(
-                    block, result, batch.write_slots[rows], finite, running.withdrawn.get(block, set()), ready
-                )
+                if block.sessions:
+                    result = result._replace(session_steps=moves.steps[rows])
+                if block.returns.state:
+                    result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
+                bad = self._bad_requests(block, finite, running.withdrawn.get(block), failed, ready)
+                kept += self._answer_good(block, result, bad, failed, rows, ready)
             first = rows.stop
+        if moves is not None:
+            self._keep(running, moves, kept, ready)
+            for block, index in failed:
+                self._sessions.skip(block, index)
 
     def _answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> bool:
         """Answer the requests of a block. Returns false if they were refused instead, because that raised an exception."""
@@ -233,57 +238,58 @@ class BatchRuns:
         self._metrics.sequences.add(*block.model.labels, by=block.sequences)
         return True
 
-    def _finish_stateful(
-        self,
-        block: QueuedBlock,
-        result: BlockResult,
-        writes: Numbers,
-        finite: Flags | None,
-        withdrawn: set[int],
-        ready: float,
-    ) -> None:
-        """Answer requests with states, and keep the states that they have written. Sessions without an answer stay as they were."""
-        states, model, handles = self._states, block.model, block.handles
-        assert handles is not None
-        if block.sessions:
-            steps = np.frombuffer(block.columns.lengths, COUNT).astype(np.int64)
-            result = result._replace(session_steps=steps if block.options.starts else steps + states.steps[handles])
-        if block.returns.state:
-            result = result._replace(state=self._engine.state_vectors(model, writes))
-        good: QueuedBlock | None = block
-        failed: list[int] = []
-        if withdrawn or (finite is not None and not finite.all()):
-            failed = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
-            gone = {block.ids.index(id) for id in withdrawn}
-            good = block.without(sorted(gone.union(failed)))
-            failed = [index for index in failed if index not in gone]
-            kept = np.isin(block.request_of, [] if good is None else [block.ids.index(id) for id in good.ids])
-            result = rows_of(block, result, kept)
-            states.abandon(model, handles[~kept], writes[~kept])
-            writes = writes[kept]
-        if good is not None:
-            self._finish_good(good, result, writes, ready)
-        if not block.sessions:
-            for handle in handles.tolist():
-                states.close(model, handle)
-        for index in failed:
-            alone = block.select([index])
-            alone.owner.answer(alone, not_finite(alone), ready)
-            if block.sessions:
-                self._sessions.skip(block, index)
+    def _bad_requests(
+        self, block: QueuedBlock, finite: Flags | None, withdrawn: set[int] | None, failed: list[BlockRequest], ready: float
+    ) -> list[int]:
+        """Return the requests that nothing waits for or whose values are not finite. Answers the latter and adds chunks to `failed`."""
+        if withdrawn is None and (finite is None or finite.all()):
+            return []
+        gone = [] if withdrawn is None else [block.ids.index(id) for id in withdrawn]
+        not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
+        for index in not_finite:
+            if index not in gone:
+                alone = block.select([index])
+                alone.owner.answer(alone, NOT_FINITE, ready)
+                if block.sessions:
+                    failed.append((block, index))
+        return sorted({*gone, *not_finite})
 
-    def _finish_good(self, block: QueuedBlock, result: BlockResult, writes: Numbers, ready: float) -> None:
-        """Answer requests, and keep their states if that raises no exception."""
-        states, model, handles = self._states, block.model, block.handles
-        assert handles is not None
-        if self._answer(block, result, ready):
-            states.commit(model, handles, writes, ready)
-            if result.session_steps is not None:
-                self._sessions.answered(block, handles, result.session_steps)
-        else:
-            states.abandon(model, handles, writes)
-            for index in reversed(range(block.requests if block.sessions else 0)):
-                self._sessions.skip(block, index)
+    def _answer_good(
+        self, block: QueuedBlock, result: BlockResult, bad: list[int], failed: list[BlockRequest], rows: slice, ready: float
+    ) -> list[int]:
+        """Answer all but the bad requests of a block. Returns their rows in the batch. Adds chunks that get no answer to `failed`."""
+        good = block.without(bad)
+        if good is None:
+            return []
+        answered = range(rows.start, rows.stop)
+        if bad:
+            is_good = ~np.isin(block.request_of, bad)
+            result, answered = rows_of(result, is_good), rows.start + np.flatnonzero(is_good)
+        if self._answer(good, result, ready):
+            return list(answered)
+        if block.sessions:
+            failed += [(block, index) for index in range(block.requests) if index not in bad]
+        return []
+
+    def _keep(self, running: _RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
+        """Keep the states that answered requests have written, and drop the others."""
+        states, model, rows = self._states, running.batch.model, moves.rows
+        good = rows
+        if len(kept) < len(rows):
+            good, bad = np.array(kept, np.int64), np.setdiff1d(rows, kept)
+            states.abandon(model, moves.handles[bad], moves.writes[bad])
+        states.commit(model, moves.handles[good], moves.writes[good], moves.steps[good], ready)
+        first = 0
+        for block in running.whole:
+            if block.handles is not None and block.sessions:
+                handles = block.handles.tolist()
+                if good is not rows:
+                    handles = [handle for row, handle in enumerate(handles, first) if row in kept]
+                self._sessions.answered(block, handles)
+            elif block.handles is not None:
+                for handle in block.handles.tolist():
+                    states.close(model, handle)
+            first += block.sequences
 
     def _finish_piece(self, assembly: Assembly, piece: Piece, result: BlockResult, finite: Flags | None, ready: float) -> None:
         """Add a piece to its request, which is answered with its last piece."""
@@ -292,7 +298,7 @@ class BatchRuns:
         whole = assembly.whole
         if whole.handles is not None and finite is not None and not finite[0]:
             self._scheduler.drop_request(whole.owner, whole.ids[0])
-            whole.owner.answer(whole, not_finite(whole), ready)
+            whole.owner.answer(whole, NOT_FINITE, ready)
             self.leave(*assembly.key)
         elif assembly.add(piece.sequence, result, last=piece.last):
             self._answer_assembly(assembly, ready)
@@ -302,15 +308,14 @@ class BatchRuns:
         states, whole, result = self._states, assembly.whole, assembly.result()
         model, handles = whole.model, whole.handles
         if handles is not None and whole.sessions:
-            steps = whole.steps + (0 if whole.options.starts else int(states.steps[handles[0]]))
-            result = result._replace(session_steps=np.array([steps]))
+            steps = np.array([whole.steps + (0 if whole.options.starts else int(states.steps[handles[0]]))])
+            result = result._replace(session_steps=steps)
         if whole.returns.state:
             result = result._replace(state=self._engine.state_vectors(model, states.slots[handles]))
-        is_answered = self._answer(whole, result, ready)
-        if handles is not None and result.session_steps is not None and is_answered:
-            states.finish(model, int(handles[0]), ready)
+        if self._answer(whole, result, ready) and handles is not None and result.session_steps is not None:
+            states.finish(model, int(handles[0]), int(result.session_steps[0]), ready)
             self._end_assembly(assembly)
-            self._sessions.answered(whole, handles, result.session_steps)
+            self._sessions.answered(whole, handles.tolist())
         else:
             self.leave(*assembly.key)
 

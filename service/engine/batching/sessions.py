@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-
 from service.engine.batching import session_state
 from service.engine.batching.assembly import result_without_steps
 from service.engine.batching.request_block import BlockRequest, QueuedBlock
 from service.engine.batching.session_table import Restart, Session, SessionTable
-from service.engine.batching.state_slots import ZERO_SLOT, Numbers
+from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import ServiceError, SessionConflict, SessionLost
@@ -153,28 +151,29 @@ class Sessions:
             self._table.note(self._table.of_handle(handle), ending=False)
         return len(ends)
 
-    def answered(self, block: QueuedBlock, numbers: Numbers, steps: Numbers) -> None:
-        """Note that the chunks of a block were answered and their states are kept.
-
-        numbers: the handles of their sessions; steps: of these, with the chunks.
-        """
-        options, handles = block.options, numbers.tolist()
+    def answered(self, block: QueuedBlock, handles: list[int]) -> None:
+        """Note that chunks of a block were answered and their states are kept. handles: of their sessions."""
         self._states.end_pending(block.model, handles)
-        if options.starts and (restarted := int(np.count_nonzero(self._states.steps[numbers]))):
-            self._metrics.sessions_ended.add("restarted", by=restarted)
-        self._states.steps[numbers] = steps
-        if options.starts or options.ends or block.at:
+        options = block.options
+        if options.starts or options.ends or block.at or self.stored is not None:
             for session in map(self._table.of_handle, handles):
-                self._table.note(session, uncertain=False)
-                if options.starts:
-                    session.ownership = session.restarts.popleft().ownership or session.ownership
-                if options.ends:
-                    self._table.close(session, "ended")
-        if self.stored is not None and not options.ends:
-            for session in map(self._table.of_handle, handles):
-                self.stored.answered(session)
+                self._note_answer(session, block)
         for handle in self._ends.keys() & set(handles) if self._ends else ():
             self._end_if_due(handle)
+
+    def _note_answer(self, session: Session, block: QueuedBlock) -> None:
+        """Note the answer to a chunk that may change more than the steps of its session."""
+        if block.at:
+            self._table.note(session, uncertain=False)
+        if block.options.starts:
+            restart = session.restarts.popleft()
+            session.ownership = restart.ownership or session.ownership
+            if restart.steps_before:
+                self._metrics.sessions_ended.add("restarted")
+        if block.options.ends:
+            self._table.close(session, "ended")
+        elif self.stored is not None:
+            self.stored.answered(session)
 
     def skip(self, block: QueuedBlock, index: int) -> None:
         """Note that a chunk has left without an answer, and refuse the chunks that arrived after it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,26 @@ from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, FreeSlots, Numbers
 from service.engine.batching.tenant_queue import NO_HANDLE
 from service.engine.execution.device_engine import DeviceEngine
+from service.ipc.blocks import COUNT
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
 FIRST_HANDLES = 64
+
+
+class StateMoves(NamedTuple):
+    """How the states of a batch move.
+
+    handles: (rows,) the state handle of each row, or NO_HANDLE. reads, writes: (rows,) the slots that the rows read and write; a row
+    without a handle reads ZERO_SLOT and writes DISCARD_SLOT. steps: (rows,) of the sessions after their chunks.
+    rows: the rows with a handle that are no pieces.
+    """
+
+    handles: Numbers
+    reads: Numbers
+    writes: Numbers
+    steps: Numbers
+    rows: Numbers
 
 
 @dataclass(slots=True)
@@ -29,7 +46,7 @@ class _ModelSlots:
     """The slots of one model. count: how many the handles hold at most between batches.
 
     holders: (slots,) the handle that holds each slot, or NO_HANDLE.
-    busy: how many handles are in use by batches in flight or by sequences that have begun.
+    busy: how many slots belong to handles that are in use, by batches in flight or by sequences that have begun.
     writing: how many slots the batches in flight write.
     behind: how many chunks wait for an earlier chunk of their session.
     on_host: the states that are not in a slot.
@@ -131,14 +148,14 @@ class StateCache:
 
     # Batches.
 
-    def prepare(self, model: ModelKey, blocks: Sequence[QueuedBlock]) -> tuple[Numbers | None, Numbers | None]:
-        """Return the slots that each row of a batch reads and writes, (rows,); None for a batch without states.
-
-        A row without a handle reads ZERO_SLOT and writes DISCARD_SLOT.
-        """
+    def prepare(self, model: ModelKey, blocks: Sequence[QueuedBlock], pieces: int) -> StateMoves | None:
+        """Return how the states of a batch move, None for a batch without states. pieces: how many of the last blocks are pieces."""
         if all(block.handles is None for block in blocks):
-            return None, None
-        slots, of_rows = self._slots_of(model), _handles_of(blocks)
+            return None
+        slots = self._slots_of(model)
+        of_rows = np.concatenate(
+            [np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks]
+        )
         rows = np.flatnonzero(of_rows != NO_HANDLE)
         handles = of_rows[rows]
         self._use(model, slots, handles)
@@ -146,13 +163,15 @@ class StateCache:
         reads, writes = np.full(len(of_rows), ZERO_SLOT), np.full(len(of_rows), DISCARD_SLOT)
         reads[rows], writes[rows] = self.slots[handles], slots.free.take(len(handles))
         slots.holders[writes[rows]] = handles
+        steps = self.steps[of_rows] + np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
         first = 0
         for block in blocks:
             if block.options.starts and block.handles is not None:
-                begins = [handle not in self._begun for handle in block.handles.tolist()]
-                reads[first : first + block.sequences][begins] = ZERO_SLOT
+                begins = [first + row for row, handle in enumerate(block.handles.tolist()) if handle not in self._begun]
+                steps[begins] -= self.steps[of_rows[begins]]
+                reads[begins] = ZERO_SLOT
             first += block.sequences
-        return reads, writes
+        return StateMoves(of_rows, reads, writes, steps, rows[: rows.searchsorted(len(of_rows) - pieces)])
 
     def _use(self, model: ModelKey, slots: _ModelSlots, handles: Numbers) -> None:
         """Note that a batch uses handles, and see to it that their states are in slots and others leave room for them."""
@@ -167,10 +186,10 @@ class StateCache:
             raise
         slots.busy += len(handles) - int(np.count_nonzero(were_busy))
 
-    def commit(self, model: ModelKey, handles: Numbers, writes: Numbers, now: float) -> None:
-        """Give sessions the states that their answered chunks have written. handles: each once."""
+    def commit(self, model: ModelKey, handles: Numbers, writes: Numbers, steps: Numbers, now: float) -> None:
+        """Give handles the states that a batch has written for answered requests. steps: of their sessions now."""
         self._end_writing(model, handles, self.slots[handles])
-        self.slots[handles] = writes
+        self.slots[handles], self.steps[handles] = writes, steps
         self.last_use[handles] = now
 
     def abandon(self, model: ModelKey, handles: Numbers, writes: Numbers) -> None:
@@ -179,12 +198,10 @@ class StateCache:
         self._end_writing(model, handles[~begun], writes)
         self._slots_of(model).writing -= int(np.count_nonzero(begun))
 
-    def abandon_batch(self, model: ModelKey, blocks: Sequence[QueuedBlock], writes: Numbers | None) -> None:
-        """Drop all states that a failed batch may have written. writes: as `prepare` returned them."""
-        if writes is not None:
-            handles = _handles_of(blocks)
-            rows = handles != NO_HANDLE
-            self.abandon(model, handles[rows], writes[rows])
+    def abandon_all(self, model: ModelKey, moves: StateMoves) -> None:
+        """Drop all states that a failed batch may have written."""
+        rows = moves.handles != NO_HANDLE
+        self.abandon(model, moves.handles[rows], moves.writes[rows])
 
     def _end_writing(self, model: ModelKey, handles: Numbers, freed: Numbers) -> None:
         slots = self._slots_of(model)
@@ -198,32 +215,34 @@ class StateCache:
 
     # Sequences that run in several batches.
 
-    def advance(self, model: ModelKey, handle: int, write: int) -> None:
-        """Continue a sequence from the slot that a launched batch writes. Later batches write only after that has read."""
-        slots, before = self._slots_of(model), self.slots[[handle]]
-        slots.writing -= 1
-        if handle in self._begun:
-            self._release(slots, before)
-        else:
-            self._begun[handle] = int(before[0])
-        self.slots[handle] = write
+    def advance(self, model: ModelKey, moves: StateMoves, pieces: int) -> None:
+        """Continue the sequences of the pieces of a launched batch from what it writes. Later batches write only after it has read."""
+        slots, first = self._slots_of(model), len(moves.handles) - pieces
+        for handle, write in zip(moves.handles[first:].tolist(), moves.writes[first:].tolist(), strict=True):
+            if handle != NO_HANDLE:
+                slots.writing -= 1
+                if handle in self._begun:
+                    self._release(slots, self.slots[[handle]])
+                else:
+                    self._begun[handle] = int(self.slots[handle])
+                    slots.busy += self._begun[handle] != ZERO_SLOT
+                self.slots[handle] = write
 
-    def finish(self, model: ModelKey, handle: int, now: float) -> None:
-        """Keep the state of a sequence whose last piece was answered."""
+    def finish(self, model: ModelKey, handle: int, steps: int, now: float) -> None:
+        """Keep the state of a chunk whose last piece was answered. steps: of its session now."""
         self._end_begun(model, handle, self._begun[handle])
-        self.last_use[handle] = now
+        self.steps[handle], self.last_use[handle] = steps, now
 
     def give_up(self, model: ModelKey, handle: int) -> None:
         """Return a handle to the state before a chunk that has run in part, if there is one."""
         if handle in self._begun:
-            before, self.slots[handle] = int(self.slots[handle]), self._begun[handle]
-            self._end_begun(model, handle, before)
+            ahead, self.slots[handle] = int(self.slots[handle]), self._begun[handle]
+            self._end_begun(model, handle, ahead)
 
     def _end_begun(self, model: ModelKey, handle: int, freed: int) -> None:
         slots = self._slots_of(model)
-        del self._begun[handle]
+        slots.busy -= 1 + (self._begun.pop(handle) != ZERO_SLOT)
         self._busy[handle] = False
-        slots.busy -= 1
         self._release(slots, np.array([freed]))
 
     # States.
@@ -306,8 +325,3 @@ def close_handles(states: StateCache, block: QueuedBlock, index: int) -> None:
     assert block.handles is not None
     for sequence in range(block.first_sequences[index], block.first_sequences[index + 1]):
         states.close(block.model, int(block.handles[sequence]))
-
-
-def _handles_of(blocks: Sequence[QueuedBlock]) -> Numbers:
-    """Return the state handle of each row, or NO_HANDLE."""
-    return np.concatenate([np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks])

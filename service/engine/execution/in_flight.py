@@ -36,7 +36,7 @@ class BlockResult(NamedTuple):
     steps: Buffer
     per_step: bool = False
     runs: Sequence[BatchRun] = ()
-    session_steps: NDArray[np.int64] | None = None
+    session_steps: Array | None = None
     state: bytes = b""
     is_finite: bool = True
 

@@ -24,6 +24,9 @@ from service.metrics import Metrics
 from service.modeling.encoder import Encoder
 from service.modeling.spec import ModelSpec
 
+SPARE_FACTOR = 3
+"""State slots beside those that sequences hold, as a multiple of the largest batch: for what two batches in flight write, and for the states
+to which the chunks that begin in a batch of pieces may return."""
 IN_FLIGHT = 2
 """Batches on a GPU at once: the next batch is launched shortly before the running batch ends."""
 COLLECTOR_BYTES = 64 << 20
@@ -58,7 +61,7 @@ class ServedModels:
     ) -> None:
         self.device = device
         self._metrics = metrics
-        self._slots = slots, max_batch_sequences
+        self._slots = slots, SPARE_FACTOR * max_batch_sequences
         self._limits = {
             "max_batch_sequences": max_batch_sequences,
             "max_batch_tokens": max_batch_tokens,

@@ -144,11 +144,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived, now or when its turn has come. The handshake is valid: HttpProtocol has checked it."""
-        self.conn.reader.feed_data(data)
+        reader = self.conn.reader
         if self._continuation is None:
             self._arrived = time.monotonic()
-            if self._receiver is not None and self._starts.must_wait(self._arrived):
-                self._continuation = self._starts.add(self._arrived, self._continue)
+            if self._receiver is not None:
+                if self._starts.must_wait(self._arrived):
+                    self._continuation = self._starts.add(self._arrived, self._continue)
+                elif not reader.buffer and self._may_parse():
+                    data = data[self._take_message(data) :]
+                    if not data and self._receiver.ready:
+                        return
+        reader.feed_data(data)
         is_late = self.close_sent
         self._parse_frames()
         if is_late:
@@ -342,10 +348,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _parse_frame(self) -> bool:
         """Handle one frame; false if no whole frame has arrived."""
-        if self._take_message():
+        buffer, arrived = self.conn.reader.buffer, False
+        if taken := self._take_message(buffer):
+            del buffer[:taken]
             return True
-        arrived = False
-        if self.conn.reader.buffer:
+        if buffer:
             now = time.monotonic()
             if now - self._rate_began >= RATE_SECONDS:
                 self._rate_began, self._later_frames, self._pings = now, 0, 0
@@ -363,24 +370,25 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.SERVICE_RESTART, "reason": None})
         return arrived
 
-    def _take_message(self) -> bool:
-        """Pass on the next message if it has arrived whole and in one frame. websockets' parser takes three times as long."""
-        buffer = self.conn.reader.buffer
+    def _take_message(self, buffer: bytes | bytearray) -> int:
+        """Pass on the next message if it has arrived whole and in one frame. websockets' parser takes three times as long.
+
+        Return the bytes of the frame, 0 if the message is not passed on.
+        """
         between_messages = not self._in_frame and self.conn.current_size is None and self.conn.state is State.OPEN
         if not between_messages or len(buffer) < 2 or buffer[0] not in (_TEXT_FRAME, _BINARY_FRAME):
-            return False
+            return 0
         size, start = buffer[1] ^ _MASKED, 6
         if size == _SIZE_OF_16_BITS:
             size, start = int.from_bytes(buffer[2:4]), 8
         elif size >= _SIZE_OF_64_BITS:
-            return False  # a large message, or one without a mask
+            return 0  # a large message, or one without a mask
         end = start + size
         if len(buffer) < end or size > MAX_MESSAGE_BYTES:
-            return False
-        data, is_text = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start])), buffer[0] == _TEXT_FRAME
-        del buffer[:end]
-        self._deliver(data, is_text)
-        return True
+            return 0
+        data = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start]))
+        self._deliver(data, buffer[0] == _TEXT_FRAME)
+        return end
 
     def _parse_later(self, seconds: float) -> None:
         if self._continuation is not None:

@@ -38,7 +38,7 @@ def build_request(
     if options.session is not None:
         validation.check_single_input(len(packed.lengths), "parameters.sequence_id")
         if not packed.lengths[0]:
-            validation.check_empty_chunk(options, request.field_of(0))
+            validation.check_empty_chunk(options.session_starts, options.session_ends, request.field_of(0))
     message = validation.engine_request(packed, options, model, arrived)
     if options.session is not None and message.has_states:
         raise InvalidInput(

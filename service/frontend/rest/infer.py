@@ -175,8 +175,7 @@ def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, 
     """Return the JSON of an InferReply. outputs: from the model's OutputWriter."""
     if session is None:
         return b'{%b,"outputs":%b}' % (model.identity, outputs)
-    progress = orjson.dumps({"id": session, "steps": session_steps})
-    return b'{%b,"outputs":%b,"session":%b}' % (model.identity, outputs, progress)
+    return b'{%b,"outputs":%b,"session":{"id":%b,"steps":%d}}' % (model.identity, outputs, orjson.dumps(session), session_steps)
 
 
 def pack_inputs(
@@ -211,7 +210,7 @@ def engine_request(
         exact_version=body.version is not None,
     )
     if body.session is not None and not packed.lengths[0]:
-        validation.check_empty_chunk(options, field_of(0))
+        validation.check_empty_chunk(body.start, body.end is True, field_of(0))
     return validation.engine_request(packed, options, model, arrived), packed.data
 
 
@@ -279,8 +278,8 @@ class InferRunner(RequestRunner):
         return [self._write(model, call) for call in calls]
 
     async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
-        body: InferBody = call.decoded.context
-        content = await _write_large_reply(self.frontend, model, call.answer, call.data, self.field_of, body.session)
+        session = call.decoded.session
+        content = await _write_large_reply(self.frontend, model, call.answer, call.data, self.field_of, session)
         return HttpReply(content, _HEADERS)
 
     def _write(self, model: ServedModel, call: RunningRequest) -> HttpReply | ServiceError:
@@ -295,5 +294,4 @@ def _decoded(body: InferBody) -> DecodedRequest:
 
 
 def _reply(model: ServedModel, call: RunningRequest, outputs: bytes) -> HttpReply:
-    session: str | None = call.decoded.context.session
-    return HttpReply(write_reply(model, outputs, session, call.answer.session_steps), _HEADERS)
+    return HttpReply(write_reply(model, outputs, call.decoded.session, call.answer.session_steps), _HEADERS)

@@ -8,15 +8,17 @@ replies. websocket_protocol.py has the limits of a socket.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from fastapi import APIRouter, Request, Response
-from msgspec import Meta
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from msgspec import Meta, Struct
 from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
@@ -27,7 +29,7 @@ from service.errors import InferenceFailed, InvalidRequest, ServiceError, Unknow
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.http1.websocket_protocol import SOCKET, WebSocketProtocol
 from service.frontend.rest.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
-from service.frontend.rest.infer import InferBody, InferRunner, check_returns
+from service.frontend.rest.infer import InferRunner, check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.run.access_log import audited
 from service.frontend.run.catalog import ServedModel
@@ -35,8 +37,15 @@ from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, resolve_session
-from service.frontend.run.validation import MAX_SESSION_STEPS, resolve_deadline_ms
+from service.frontend.run.validation import (
+    MAX_SESSION_STEPS,
+    PackedInputs,
+    check_empty_chunk,
+    pack_input,
+    resolve_deadline_ms,
+)
 from service.ipc.messages.decoder import DecodeBody
+from service.ipc.messages.inference import Request, Returns
 from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
 from service.ipc.messages.tracing import Api
 from service.modeling.spec import ModelSpec
@@ -76,21 +85,6 @@ class StreamQuery(QueryParameters):
         check_returns(self.returns, spec)
         resolve_deadline_ms(self.deadline_ms, settings)
 
-    def body_of(self, chunk: ChunkBody, session: str, start: bool | None) -> InferBody:
-        """Return the request of a chunk."""
-        return InferBody(
-            model=self.model,
-            inputs=[chunk.input],
-            version=self.version,
-            returns=[*self.returns],
-            session=session,
-            start=start,
-            end=chunk.end,
-            steps=chunk.steps,
-            deadline_ms=self.deadline_ms,
-            priority=self.priority,
-        )
-
 
 class ChunkBody(JsonBody):
     """One text message on /stream."""
@@ -115,11 +109,67 @@ def chunk_field(index: int) -> str:
     return "input"
 
 
+class DecodedChunk(DecodedRequest, frozen=True):
+    """A message. The context has the options of its socket; the other fields are as in ChunkBody."""
+
+    input: Any = None
+    start: bool | None = None
+    end: bool = False
+    steps: int | None = None
+
+
+class ChunkOptions:
+    """What all chunks of a socket share."""
+
+    def __init__(self, query: StreamQuery, session: str, settings: Settings) -> None:
+        """query: checked with `check_options`."""
+        self._query = query
+        self._session = session
+        self._seconds = resolve_deadline_ms(query.deadline_ms, settings) / 1000
+        self._model: ServedModel | None = None
+        self._returns = Returns()
+        """What the model of the last chunk returns."""
+
+    def decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedChunk:
+        query = self._query
+        return DecodedChunk(
+            *(query.model, query.version, self, self._session, None, False, chunk.input, start, chunk.end, chunk.steps)
+        )
+
+    def request(
+        self, chunk: DecodedChunk, model: ServedModel, arrived: float, packed: PackedInputs | None
+    ) -> tuple[Request, bytes | memoryview]:
+        """Return the engine's request and its tensor bytes; raises the ServiceError of a chunk that the model does not take."""
+        if packed is None:
+            data: bytes | memoryview = pack_input(chunk.input, chunk_field(0), model)
+            steps = len(data) // model.step_bytes
+        else:
+            data, [steps] = packed.data, packed.lengths
+        if model is not self._model:
+            self._returns, self._model = check_returns(self._query.returns, model.spec), model
+        start = chunk.start
+        if not steps:
+            check_empty_chunk(start, chunk.end, chunk_field(0))
+            start = False
+        request = Request(
+            *(model.spec.name, model.version, [steps], arrived + self._seconds, time.monotonic(), self._query.priority),
+            *(self._returns, self._session, start, chunk.end, model.generation, self._query.version is not None),
+            session_at=chunk.steps,
+        )
+        return request, data
+
+
 class ChunkRunner(InferRunner):
     """Runs the chunks of all sockets."""
 
     field_of = staticmethod(chunk_field)
     api = Api.STREAM
+
+    def build(
+        self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
+    ) -> tuple[Request, bytes | memoryview]:
+        options: ChunkOptions = decoded.context
+        return options.request(cast(DecodedChunk, decoded), model, arrived, packed)
 
 
 def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
@@ -135,7 +185,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     described["parameters"].append(DESCRIPTION)
 
     @router.get("/stream", status_code=101, openapi_extra=described)
-    async def describe_stream(request: Request) -> Response:
+    async def describe_stream(request: HttpRequest) -> Response:
         """Open a WebSocket. Each message is the next chunk of a session, and each reply has the form of /infer."""
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
 
@@ -194,6 +244,7 @@ class _ChunkStream:
         self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
         self._query = query
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
+        self._options = ChunkOptions(query, self._session, frontend.settings)
         self._labels = labels
         self.caller = caller
         self.identity = identity_of(socket)
@@ -265,15 +316,16 @@ class _ChunkStream:
 
     def send_replies(self) -> None:
         """Send the replies that are next in the order of the messages."""
-        was_ready = self.ready
-        while self._unanswered and self._unanswered[0].content:
-            reply = self._unanswered.popleft()
+        unanswered = self._unanswered
+        was_full = len(unanswered) == MAX_IN_FLIGHT
+        while unanswered and unanswered[0].content:
+            reply = unanswered.popleft()
             self._connection.send_text(reply.content)
             if reply.in_error:
                 self._connection.fail("the service failed on a message")
-        if not self._unanswered and self._all_answered is not None and not self._all_answered.done():
+        if not unanswered and self._all_answered is not None and not self._all_answered.done():
             self._all_answered.set_result(None)
-        if self.ready and not was_ready:
+        if was_full and self.ready:
             self._connection.read_on()
 
     def _append_reply(self) -> _PendingReply:
@@ -290,11 +342,12 @@ class _ChunkStream:
     # Messages.
 
     def _send(self, chunk: ChunkBody, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
-        reply, decoded = self._append_reply(), self._decoded(chunk, start)
-        continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
+        reply, model = self._append_reply(), self.model
+        if start is not False or model is None or model.key not in self._frontend.catalog:
+            model = None
         self._submitted = True
         try:
-            reply.call = self._chunks.run(decoded, reply, arrived, self.caller, self.model if continues else None)
+            reply.call = self._chunks.run(self._options.decoded(chunk, start), reply, arrived, self.caller, model)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -328,7 +381,7 @@ class _ChunkStream:
                     chunk = msgspec.json.decode(large.options, type=ChunkBody)
                 start = resolve_start(chunk.start, begun=self._begun)
                 self._submitted = True
-                decoded = msgspec.structs.replace(self._decoded(chunk, start), pack=large.pack)
+                decoded = msgspec.structs.replace(self._options.decoded(chunk, start), pack=large.pack)
                 reply.call = self._chunks.run(decoded, reply, arrived, self.caller)
                 await self._wait_for_replies()
         except ServiceError as error:
@@ -339,60 +392,47 @@ class _ChunkStream:
             if not reply.failed and (start is not False or chunk.end):
                 self._begun = not chunk.end
 
-    def _decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedRequest:
-        query = self._query
-        return DecodedRequest(query.model, query.version, query.body_of(chunk, self._session, start), self._session)
 
-
-class _PendingReply:
+class _PendingReply(Struct, eq=False):
     """The reply to one message: the exchange of its request."""
 
-    __slots__ = ("_stream", "call", "content", "failed", "in_error", "trace_headers")
-
-    def __init__(self, stream: _ChunkStream) -> None:
-        self._stream = stream
-        self.trace_headers: tuple[Header, ...] = ()  # a message has no headers
-        self.call: RunningRequest | None = None
-        self.content: bytes | memoryview = b""
-        self.failed = False
-        self.in_error = False
-        """Whether the frontend failed. It is then unknown whether the session has the chunk."""
+    stream: _ChunkStream
+    call: RunningRequest | None = None
+    """The request until its end. It refers to this object: a cycle would stay in memory until the next full garbage collection."""
+    content: bytes | memoryview = b""
+    failed: bool = False
+    in_error: bool = False
+    """Whether the frontend failed. It is then unknown whether the session has the chunk."""
+    trace_headers: tuple[Header, ...] = ()
+    """A message has no headers."""
 
     @property
     def origin(self) -> RequestOrigin:
-        return self._stream.identity.origin
+        return self.stream.identity.origin
 
     @property
     def request_id(self) -> bytes:
         """Return the id of the handshake, which all messages of a socket have."""
-        return self._stream.identity.request_id
+        return self.stream.identity.request_id
 
     @property
     def disconnected(self) -> bool:
-        return self._stream.disconnected
+        return self.stream.disconnected
 
     def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         if self.call is not None:
-            self._stream.model = self.call.model
-        self._end(content)
+            self.stream.model, self.call = self.call.model, None
+        self.content = content
+        self.stream.send_replies()
 
     def respond_error(self, error: ServiceError) -> None:
-        self.failed = True
+        self.call, self.failed = None, True
         self.in_error = isinstance(error, InferenceFailed) and error.in_frontend
-        self._end(error_body(error))
+        self.content = error_body(error)
+        self.stream.send_replies()
 
     def cancel(self, *, cut_off: bool) -> None:
         """Cancel the request."""
-        call = self._take_call()
+        call, self.call = self.call, None
         if call is not None:
             (call.cut_off if cut_off else call.disconnect)()
-
-    def _take_call(self) -> RunningRequest | None:
-        """Forget the call, which refers to this object: a cycle would stay in memory until the next full garbage collection."""
-        call, self.call = self.call, None
-        return call
-
-    def _end(self, content: bytes | memoryview) -> None:
-        self._take_call()
-        self.content = content
-        self._stream.send_replies()

@@ -173,7 +173,12 @@ class RequestRunner(ABC):
                 model, retired = catalog.find_or_retired(decoded.model, decoded.version)
             call = RunningRequest(self, exchange, model, arrived, arrived, decoded, caller, observation, retired)
             if decoded.pack is None:
-                self._send_or_search(call)
+                try:
+                    self._send(call, None)
+                except ServiceError as error:
+                    if not self._may_be_of_another_version(call, error):
+                        raise
+                    self.fail_or_search(call, error)
             else:
                 call.sending = asyncio.ensure_future(self._send_slowly(call))
         except Exception as error:
@@ -304,14 +309,6 @@ class RequestRunner(ABC):
         call.lengths = request.lengths
         call.sent = request.sent
         call.pending = self.frontend.send(call.caller, request, data, call)
-
-    def _send_or_search(self, call: RunningRequest) -> None:
-        try:
-            self._send(call, None)
-        except ServiceError as error:
-            if not self._may_be_of_another_version(call, error):
-                raise
-            self.fail_or_search(call, error)
 
     async def _send_slowly(self, call: RunningRequest, error: ServiceError | None = None) -> None:
         """Send a request whose inputs `DecodedRequest.pack` packs, or, after an error, to the version that its session belongs to."""

@@ -233,9 +233,9 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
         )
 
 
-def check_empty_chunk(options: Options, field: str) -> None:
+def check_empty_chunk(starts: bool | None, ends: bool, field: str) -> None:
     """Raise InvalidInput for a chunk of a session without steps, unless it only ends an open session."""
-    if options.session_starts or not options.session_ends:
+    if starts or not ends:
         problem = f"{field} is empty: send at least one step with each chunk of a session"
         raise InvalidInput(f"{problem}, or end an open session with an empty chunk", field=field)
 

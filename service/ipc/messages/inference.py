@@ -117,7 +117,7 @@ class RequestBlock(Message, frozen=True):
         return ModelKey(self.model, self.version, self.generation)
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, array_like=True, frozen=True):
     """One client request, which leaves a frontend as a row of a RequestBlock.
 
     `lengths` are time steps per sequence. `deadline` and `sent` are seconds on the machine's monotonic clock. `session` is the session
@@ -225,7 +225,7 @@ class EngineStatus(Message, frozen=True):
     device: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, array_like=True, frozen=True):
     """Shapes of the arrays that follow, in this order; an absent array has an empty shape. Sequences are packed end to end.
 
     `scores` float32 and `picks` int32 have one line per sequence or per time step, as the head decides. `embedding` is (sequences, width)

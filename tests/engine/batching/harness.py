@@ -160,7 +160,7 @@ class FakeEngine(DeviceEngine):
         self.served = [MODEL, OTHER]
         self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in self.served}
         self.observer: EndObserver | None = None
-        self._slots = slots, 8
+        self._slots = slots, 24
         self._done: list[FinishedBatch] = []
 
     def loaded(self) -> list[LoadedModel]:

@@ -65,7 +65,7 @@ def test_empty_chunk_ends_a_session_after_the_chunks_before_it(harness: BatcherH
     harness.run()
     assert [progress(client) for client in clients] == [(1, 1), (6, 3)] and refused(late) is SessionConflict
     [(answer, data)] = end.answers
-    assert (answer.session_steps, answer.steps, answer.scores, data, used_slots(harness)) == (3, [0], (), b"", 0)
+    assert (answer.session_steps, answer.steps, answer.scores, data, used_slots(harness)) == (3, [], (), b"", 0)
     assert refused(send(harness, starts=False, ends=True)) is UnknownSession
     assert refused(send(harness, starts=False)) is InvalidInput
     first, end = harness.call([1], session="a"), harness.call([], session="a", starts=False, ends=True)

@@ -18,6 +18,7 @@ from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode, pair
 from service.ipc.messages.inference import (
     Answer,
+    AnswerBlock,
     AnswerWithoutSteps,
     Backlog,
     Cancel,
@@ -73,7 +74,7 @@ class EngineProcess:
 
     def answer(self, *frames: Frame, backlog: float) -> None:
         """Send answers and a backlog report in one write."""
-        answers = b"".join(encode(Answer((1, 1)), frame.id) for frame in frames)
+        answers = b"".join(answer_frame(frame.id, Answer((1, 1))) for frame in frames)
         self.send(answers + encode(Backlog(backlog, self.channel.frames_received)))
 
 
@@ -103,6 +104,22 @@ def requests_of(frame: Frame) -> list[Frame]:
         frames.append(Frame(sent, id, bytes(columns.values[begin:end]) + bytes(states)))
         begin = end
     return frames
+
+
+def answer_frame(id: int, answer: Answer, data: bytes = b"") -> bytes:
+    """Return the frame of the answer to one request. data: of its arrays."""
+    count = len(answer.steps) or (answer.scores or (0,))[0]
+    steps = answer.steps or [1] * count
+    message = AnswerBlock(
+        *(1, count, answer.scores, answer.picks, answer.embedding, answer.sequence),
+        per_step=any(shape and shape[0] != count for shape in (answer.scores, answer.picks)),
+        ready=answer.ready,
+        state=answer.state,
+        finite=answer.finite,
+        sessions=True,
+    )
+    columns = np.array([id], ID), np.array([count], COUNT), np.array(steps, COUNT), np.array([answer.session_steps])
+    return encode(message, tail=(*columns, data))
 
 
 def request(seconds: float = 60.0, steps: int = 2) -> Request:
@@ -205,12 +222,12 @@ async def tails(engine: EngineProcess, count: int) -> list[bytes]:
 async def test_answers_match_their_requests_in_any_order(dispatcher: Dispatcher, metrics: Metrics) -> None:
     """The requests of one tick leave in one write."""
     engine = await meet(dispatcher)
-    engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
-    values = [b"%02d" % number for number in range(20)]
+    engine.send(answer_frame(99, Answer((1, 1))))  # nothing waits for it
+    values = [b"%08d" % number for number in range(20)]
     calls = [asyncio.ensure_future(submit(dispatcher, request(), tail)) for tail in values]
     for frame in reversed(await engine.frames(20)):
-        engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
-    assert await asyncio.gather(*calls) == [Answered(Answer((1, 2)), tail) for tail in values]
+        engine.send(answer_frame(frame.id, Answer((1, 2), steps=[1]), frame.tail))
+    assert await asyncio.gather(*calls) == [Answered(Answer((1, 2), steps=[1]), tail) for tail in values]
     assert metrics.channel_writes.values[("frontend",)] == [1]
 
 
@@ -226,7 +243,7 @@ async def test_refusals_raise_the_engines_error(dispatcher: Dispatcher, metrics:
     assert (raised.value.field, raised.value.retry_after) == ("model", 3)
     refusal = RefusalBlock(Refusal.of(Overloaded("full", retry_after=2)))
     engine.send(encode(refusal, tail=(np.array([third, 999, first], ID),)))
-    engine.send(encode(Answer((1, 1)), second, (b"0000",)))
+    engine.send(answer_frame(second, Answer((1, 1)), b"0000"))
     errors = await asyncio.gather(calls[0], calls[2], return_exceptions=True)
     assert [(type(error), str(error)) for error in errors] == [(Overloaded, "full")] * 2
     assert metrics.channel_bytes.values[("frontend",)] == [engine.frontend.bytes_sent]

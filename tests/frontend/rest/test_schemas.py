@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
-from service.frontend.rest.infer import InferBody, engine_request, pack_inputs, parse_body
+from service.frontend.rest.infer import engine_request, pack_inputs, parse_body
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import ChunkBody, StreamQuery, chunk_field, resolve_start
+from service.frontend.rest.websocket import ChunkBody, ChunkOptions, StreamQuery, resolve_start
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.head_outputs import input_field
 from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
@@ -34,16 +33,10 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
     return Catalog([ServedModel(spec, "1", None) for spec in specs], {})
 
 
-def request_of(
-    catalog: Catalog, body: InferBody, field_of: Callable[[int], str] = input_field
-) -> tuple[Request, bytes | memoryview]:
-    model = catalog.find(body.model, body.version)
-    return engine_request(body, pack_inputs(body, model, SETTINGS, field_of), model, SETTINGS, 100.0, field_of)
-
-
 def infer(catalog: Catalog, **options: Any) -> Request:
-    body = {"model": "speller", "inputs": [[1, 2]], **options}
-    return request_of(catalog, parse_body(json.dumps(body).encode(), None))[0]
+    body = parse_body(json.dumps({"model": "speller", "inputs": [[1, 2]], **options}).encode(), None)
+    model = catalog.find(body.model, body.version)
+    return engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 100.0, input_field)[0]
 
 
 def parse_query(catalog: Catalog, query: str) -> StreamQuery:
@@ -57,7 +50,9 @@ def chunk_request(
     catalog: Catalog, query: str, chunk: ChunkBody, *, start: bool | None = None
 ) -> tuple[Request, bytes | memoryview]:
     """Return the engine's request for a chunk."""
-    return request_of(catalog, parse_query(catalog, query).body_of(chunk, "stream:1", start), chunk_field)
+    parsed = parse_query(catalog, query)
+    options = ChunkOptions(parsed, "stream:1", SETTINGS)
+    return options.request(options.decoded(chunk, start), catalog.find(parsed.model, parsed.version), 100.0, None)
 
 
 def test_session_fields_reach_the_engine(catalog: Catalog) -> None:

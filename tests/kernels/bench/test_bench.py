@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from kernels.bench import __main__ as command
 from kernels.bench import report
+from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.peaks import Peaks
-from kernels.bench.workload import EMBEDDED, FORMS, Workload
+from kernels.bench.workload import EMBEDDED, FORMS, NEXT_STEPS, Workload
 from kernels.bench.workloads import FAMILIES
 from tests.kernels.families import cpu_backends
 
@@ -57,3 +59,12 @@ def test_command_writes_right_measurements_and_returns_1_for_wrong_ones(
     for family in FAMILIES:
         lines = (tmp_path / f"{family}-{short}.jsonl").read_text().splitlines()
         assert [json.loads(line)["backend"] for line in lines] == [*cpu_backends(family), *(["twin"] if not wrong_by else [])]
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru"])
+def test_next_steps_start_from_the_states_of_their_slots(family: str) -> None:
+    """The expected answer starts from these states too, so contenders that ignore one of them are wrong."""
+    from_zeros = Baseline("from zeros", lambda case: TimedCall(replace(case, state=None).encoder("framework")), states=True)
+    findings = measured(tiny(family, NEXT_STEPS, "equal"), *BASELINES[family], from_zeros)
+    assert [one.backend for one in findings.measurements] == [*cpu_backends(family), "torch padded"]
+    assert [line.split(" on ")[0] for line in findings.wrong] == ["from zeros"]

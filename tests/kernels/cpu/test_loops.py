@@ -33,7 +33,7 @@ OVER_IDS = [form for form in SCANS if form.takes_ids]
 OVER_VECTORS = [form for form in INT8_FORMS if not form.takes_ids]
 every_loop, every_scan = (pytest.mark.parametrize("form", forms, ids=str) for forms in (LOOPS, SCANS))
 every_int8_form = pytest.mark.parametrize("form", INT8_FORMS, ids=str)
-LENGTHS, HIDDEN, INPUTS = [40, 1, 0, 97, 3], 70, 7
+LENGTHS, HIDDEN, INPUTS = [40, 1, 0, 97, 3], 61, 7
 
 
 @pytest.fixture
