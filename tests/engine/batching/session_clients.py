@@ -41,10 +41,6 @@ class InFlightHarness(BatcherHarness):
         self.asynchronous.end_batch()
         return self.asynchronous.busy or not self.batcher.idle
 
-    def finish(self) -> None:
-        while self.turn():
-            pass
-
 
 class ChunkedHarness(BatcherHarness):
     """Its batches take LEAST_STEPS of each sequence and end when the test ends them."""

@@ -78,10 +78,7 @@ def contents(made: QueuedBlock) -> tuple[Any, ...]:
 
 
 class Story:
-    """Two schedulers that receive the same requests, in joint blocks and in blocks of one request, and a plain account of these.
-
-    shares: of the tenants that send requests. sequences: numbers of sequences in a request.
-    """
+    """Two schedulers that receive the same requests, in joint blocks and in blocks of one request, and a plain account of these."""
 
     def __init__(self, seed: int, shares: Sequence[Share], sequences: Sequence[int]) -> None:
         self.chance = random.Random(seed)
@@ -104,8 +101,7 @@ class Story:
         self.now, self.orders, self.handles = 0.0, count(), count(1000)
 
     def event(self) -> None:
-        events = (self.add, self.batch, self.cancel, self.drop_late, self.drop_chunks, self.batches_end)
-        self.chance.choices(events, (6, 5, 1, 1, 0.5, 2))[0]()
+        self.chance.choices((self.add, self.batch, self.cancel, self.drop_late, self.batches_end), (6, 5, 1, 1, 2))[0]()
         if self.chance.random() < 0.2:
             self.states.free = self.chance.choice([0, 1, 2, 5])
             self.now += self.chance.choice([0.3, 5.0, 50.0])
@@ -177,13 +173,19 @@ class Story:
         self.states.in_use -= ended
 
     def cancel(self) -> None:
+        """Cancel a request, or with it all chunks of its session behind it."""
         if self.queued:
-            id = self.chance.choice(list(self.queued))
+            first = self.chance.choice(list(self.queued.values()))
+            chunks = [
+                other.id for other in self.queued.values() if other.handles == first.handles != [] and other.id > first.id
+            ]
             for queue in (self.joint, self.single):
-                dropped = queue.drop_request(NOBODY, id)
-                assert dropped is not None and dropped[0].ids[dropped[1]] == id
-                assert queue.drop_request(NOBODY, id) is None
-            self.forget([id])
+                for handle in first.handles[:1]:
+                    assert dropped_ids(queue.drop_chunks(first.model, handle, first.order)) == chunks
+                dropped = queue.drop_request(NOBODY, first.id)
+                assert dropped is not None and dropped[0].ids[dropped[1]] == first.id
+                assert queue.drop_request(NOBODY, first.id) is None
+            self.forget([first.id, *chunks])
 
     def drop_late(self) -> None:
         late = [request.id for request in self.queued.values() if request.deadline <= self.now]
@@ -191,16 +193,6 @@ class Story:
             assert not late or queue.earliest_deadline <= self.now
             assert dropped_ids(queue.drop_late(self.now)) == late
         self.forget(late)
-
-    def drop_chunks(self) -> None:
-        chunks = [request for request in self.queued.values() if len(request.handles) == 1]
-        if chunks:
-            first = self.chance.choice(chunks)
-            after = first.order - self.chance.choice([0, 1])
-            ids = [request.id for request in chunks if request.handles == first.handles and request.order > after]
-            for queue in (self.joint, self.single):
-                assert dropped_ids(queue.drop_chunks(first.model, first.handles[0], after)) == ids
-            self.forget(ids)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Forget requests that have left the queue. The handles of sequences that have begun are free."""
@@ -282,14 +274,6 @@ def test_requests_with_the_same_error_are_refused_together(steps: int, sequences
     assert refused.ids == list(range(10 + accepted, 30))
 
 
-def test_arrival_renews_the_order_of_requests() -> None:
-    """Requests that are too late leave a block before it arrives."""
-    left = block([(1, 0.0, [1]), (2, 9.0, [1]), (3, 9.0, [1])]).without([0])
-    assert left is not None
-    left.arrive(1.0, 1000, None)
-    assert list(left.orders) == [1000, 1001]
-
-
 REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=8)
 
 
@@ -310,6 +294,8 @@ def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], statef
     assert part.arrived == 1.0
     others = [request for index, request in enumerate(requests) if index not in chosen]
     assert contents(rest) == contents(block_of(others)) if rest is not None else not others
+    part.arrive(2.0, 1000, None)
+    assert list(part.orders) == list(range(1000, 1000 + len(chosen))), "it has arrived again, without the others"
     request, steps = requests[chosen[0]], lengths[chosen[0]]
     done = data.draw(st.integers(0, steps[-1] - 1))
     taken = data.draw(st.integers(1, steps[-1] - done))

@@ -361,7 +361,8 @@ def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
     for name in "bcb":
         clients.append(harness.call([1], session=name))
         assert (harness.batcher.sessions._table.get(name).handle == handle) == (name == "c")
-        harness.finish()
+        while harness.turn():
+            pass
     assert [progress(client) for client in clients] == [(1, 1), (1, 1), (2, 2)]
     assert refused(running) is SessionConflict and used_slots(harness) == 2
 
@@ -369,13 +370,15 @@ def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
 def test_chunk_waits_for_the_batch_of_a_cancelled_chunk() -> None:
     harness = InFlightHarness()
     harness.call([1], session="a")
-    harness.finish()
+    while harness.turn():
+        pass
     cancelled = harness.call([5], session="a")
     harness.batcher.step()
     harness.disconnect(cancelled)
     later = harness.call([2], session="a")
     assert not harness.batcher.step(), "the device would accept a batch"
-    harness.finish()
+    while harness.turn():
+        pass
     assert progress(later) == (3, 2) and used_slots(harness) == 1
 
 
