@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from service.errors import ServiceError
 from service.ipc.messages.models import ModelKey
 from tests.engine.batching.harness import MODEL, AsynchronousEngine, BatcherHarness, FakeClient
@@ -29,30 +31,25 @@ def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
 
 
 class InFlightHarness(BatcherHarness):
-    """Has two batches in flight, and room for the states of four sessions on the device."""
+    """Its batches end when the test ends them, and it has up to two in flight."""
 
-    def __init__(self, max_sessions: int = 3) -> None:
-        self.asynchronous = AsynchronousEngine(slots=4, in_flight=2)
-        super().__init__(engine=self.asynchronous, max_sessions=max_sessions, max_waiting=1000)
+    def __init__(self, in_flight: int = 2, **options: Any) -> None:
+        self.asynchronous = AsynchronousEngine(in_flight=in_flight)
+        super().__init__(engine=self.asynchronous, **options)
 
-    def turn(self) -> bool:
-        """Launch a batch and end the oldest. Returns whether any is left."""
+    def batch(self) -> bool:
+        """Launch a batch and end the oldest. Returns whether work is left."""
         self.batcher.step()
         self.asynchronous.end_batch()
         return self.asynchronous.busy or not self.batcher.idle
 
 
-class ChunkedHarness(BatcherHarness):
-    """Its batches take LEAST_STEPS of each sequence and end when the test ends them."""
+class ChunkedHarness(InFlightHarness):
+    """Its batches take LEAST_STEPS of each sequence, one batch at a time."""
 
     def __init__(self) -> None:
-        self.asynchronous = AsynchronousEngine()
+        super().__init__(in_flight=1, batch_seconds=1.0)
         self.asynchronous.per_row = self.asynchronous.per_row._replace(fixed=0.0, per_step=1.0)
-        super().__init__(engine=self.asynchronous, batch_seconds=1.0)
-
-    def batch(self) -> None:
-        self.batcher.step()
-        self.asynchronous.end_batch()
 
     def answer(self, *values: int) -> FakeClient:
         client = self.call(values, session="a")

@@ -24,8 +24,7 @@ STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
 
 
-NUMBERS = count(1)
-"""The ids of requests."""
+REQUEST_IDS = count(1)
 OWNER: Any = object()
 
 
@@ -40,7 +39,7 @@ def add(
     **options: Any,
 ) -> list[int]:
     """Add a block. requests: the steps of each, or of its sequences; options: of the block. Returns their ids; raises a refusal."""
-    made = [(next(NUMBERS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
+    made = [(next(REQUEST_IDS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
     for refused in to.add_block(block(made, model=model, owner=owner, **options), now=now, busy=busy):
         raise refused.error
     return [id for id, *_ in made]
@@ -50,9 +49,8 @@ def batches(of: Scheduler) -> list[tuple[ModelKey, list[int]]]:
     """Return all batches until the queue is empty: the model, and the steps of each sequence, by its arrival."""
     taken = []
     while (next_batch := of.next_batch()) is not None:
-        rows = scheduled_rows(next_batch)
-        assert rows, "a batch is never empty"
-        taken.append((next_batch.model, [row.steps for row in rows]))
+        assert next_batch.rows, "a batch is never empty"
+        taken.append((next_batch.model, [row.steps for row in scheduled_rows(next_batch)]))
     return taken
 
 
@@ -223,10 +221,10 @@ def test_idle_model_earns_no_credit() -> None:
 
 def test_drop_of_an_owner_leaves_the_requests_of_others() -> None:
     queue = scheduler()
-    add(queue, [1, 2], owner=object())
+    [other] = add(queue, [1, 2], owner=object())
     dropped = add(queue, 3) + add(queue, 4, 5, model=OTHER)
     assert [made.ids[index] for made, indices in queue.drop_owner(OWNER) for index in indices] == dropped
-    assert queue.drop_request(OWNER, 1) is None and queue.waiting == 2
+    assert queue.drop_request(OWNER, other) is None and queue.waiting == 2
     assert batches(queue) == [(MODEL, [1, 2])]
 
 

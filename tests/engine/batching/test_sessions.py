@@ -341,9 +341,9 @@ def test_session_that_rested_longest_gives_up_its_slot() -> None:
 @pytest.mark.parametrize(("sessions", "chunks"), [(64, 3), (5, 8)])
 def test_chunks_in_flight_are_answered_in_order(sessions: int, chunks: int) -> None:
     """However many sessions share the slots, each answer is the sum of all chunks so far."""
-    harness = InFlightHarness(sessions)
+    harness = InFlightHarness(max_sessions=sessions, max_waiting=1000)
     sent = [[harness.call([10 * name + 1], session=str(name)) for name in range(sessions)] for _ in range(chunks)]
-    while harness.turn():
+    while harness.batch():
         for of_session in zip(*sent, strict=True):
             replies = [client.replies for client in of_session]
             assert replies == sorted(replies, reverse=True)
@@ -361,7 +361,7 @@ def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
     for name in "bcb":
         clients.append(harness.call([1], session=name))
         assert (harness.batcher.sessions._table.get(name).handle == handle) == (name == "c")
-        while harness.turn():
+        while harness.batch():
             pass
     assert [progress(client) for client in clients] == [(1, 1), (1, 1), (2, 2)]
     assert refused(running) is SessionConflict and used_slots(harness) == 2
@@ -370,14 +370,14 @@ def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
 def test_chunk_waits_for_the_batch_of_a_cancelled_chunk() -> None:
     harness = InFlightHarness()
     harness.call([1], session="a")
-    while harness.turn():
+    while harness.batch():
         pass
     cancelled = harness.call([5], session="a")
     harness.batcher.step()
     harness.disconnect(cancelled)
     later = harness.call([2], session="a")
     assert not harness.batcher.step(), "the device would accept a batch"
-    while harness.turn():
+    while harness.batch():
         pass
     assert progress(later) == (3, 2) and used_slots(harness) == 1
 
