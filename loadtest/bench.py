@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "st
 """The stages in order. They add up to the total."""
 TOTAL, ROWS = "total", "rows"
 METRICS = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS}
-"""Metrics that are read, and their key in StageCounts; the stages have a label."""
+"""Metrics that are read, and their key in stage_counts; the stages have a label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,39 +155,23 @@ class _Bench:
     def _measure_once(self, level: Level, seconds: float) -> dict[str, Any]:
         load = {"seconds": seconds, "callers": level.callers, "rate": level.rate}
         jobs = divided(structs.replace(self._job, **load), self._generators)
-        before = StageCounts.read(self._plan.url, self._model, self._plan.access)
+        before = stage_counts(self._plan.url, self._model, self._plan.access)
         result = run_in_processes(jobs)
-        after = StageCounts.read(self._plan.url, self._model, self._plan.access)
-        stages = {stage: 1000 * after.mean(before, stage) for stage in STAGES}
-        total, rows = 1000 * after.mean(before, TOTAL), after.mean(before, ROWS)
-        record = report.record(level, len(jobs), result, self._model, stages, total, rows)
+        counts = stage_counts(self._plan.url, self._model, self._plan.access) - before
+        means = {key: counts[key, "sum"] / max(1, counts[key, "count"]) for key in (*STAGES, TOTAL, ROWS)}
+        stages = {stage: 1000 * means[stage] for stage in STAGES}
+        record = report.record(level, len(jobs), result, self._model, stages, 1000 * means[TOTAL], means[ROWS])
         print(report.progress(record), file=sys.stderr, flush=True)
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class StageCounts:
-    """Sums and counts of one model from /metrics: its time by stage and its sequences in batches."""
-
-    sums: dict[str, float]
-    counts: dict[str, float]
-
-    @classmethod
-    def read(cls, url: str, model: dict[str, Any], access: ClientAccess = discovery.NO_ACCESS) -> StageCounts:
-        text = discovery.fetch(f"{url}/metrics", access).decode()
-        read = cls({}, {})
-        labels = {"model": model["name"], "version": model["version"]}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if family.name in METRICS and labels.items() <= sample.labels.items():
-                    key = sample.labels.get("stage", METRICS[family.name])
-                    if sample.name.endswith("_sum"):
-                        read.sums[key] = sample.value
-                    elif sample.name.endswith("_count"):
-                        read.counts[key] = sample.value
-        return read
-
-    def mean(self, before: StageCounts, key: str) -> float:
-        """Return the mean since `before`, 0 if nothing was counted."""
-        count = self.counts.get(key, 0.0) - before.counts.get(key, 0.0)
-        return (self.sums[key] - before.sums.get(key, 0.0)) / count if count else 0.0
+def stage_counts(url: str, model: dict[str, Any], access: ClientAccess) -> Counter[tuple[str, str]]:
+    """Return the "sum" and the "count" of each stage, and of ROWS, of one model since the server started."""
+    counts = Counter[tuple[str, str]]()
+    labels = {"model": model["name"], "version": model["version"]}
+    for family in text_string_to_metric_families(discovery.fetch(f"{url}/metrics", access).decode()):
+        for sample in family.samples:
+            if family.name in METRICS and labels.items() <= sample.labels.items():
+                key = sample.labels.get("stage", METRICS[family.name])
+                counts[key, sample.name.rpartition("_")[2]] = sample.value  # type: ignore[assignment] # of seconds too
+    return counts

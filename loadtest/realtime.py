@@ -39,7 +39,7 @@ SPARE_SECONDS = 1.0
 """Chunks of a track beyond the measured time, for a generator that ends late."""
 BEHIND_MS, BEHIND_PERIODS, BEHIND_SHARE = 5.0, 0.1, 0.001
 """A generator is late that sends more than this share of its chunks later than these milliseconds and periods after their moments."""
-CHUNKS_OF_A_GENERATOR = 5000
+CHUNKS_OF_A_GENERATOR = 10_000
 """Chunks a second for which another generator process is started."""
 CLOSE = 1.05
 """The search ends when a number of streams is sustained, and no number that is this many times larger."""
@@ -61,9 +61,8 @@ def requests(
     tracks = [[traffic.input(steps) for _ in range(chunks)] for _ in range(TRACKS)]
     with ThreadPoolExecutor(TRACKS) as pool:
         expected = list(chain.from_iterable(pool.map(answers, tracks)))
-    frames = [
-        websocket.frame(websocket.BINARY_FRAME, np.array(chunk, dtype).tobytes()) for chunk in chain.from_iterable(tracks)
-    ]
+    values = (np.array(chunk, dtype).tobytes() for chunk in chain.from_iterable(tracks))
+    frames = [websocket.frame(websocket.BINARY_FRAME, each) for each in values]
     path = f"/stream?model={model['name']}&version={model['version']}"
     return Requests("websocket", path, frames, "stream", expected, chunks=chunks)
 
@@ -110,28 +109,22 @@ def measure(plan: Plan, requests: Requests, count: int) -> dict[str, Any]:
     delays, latencies = np.frombuffer(result.delays), np.frombuffer(result.latencies)
     limit_ms = max(BEHIND_MS, BEHIND_PERIODS * plan.period_ms)
     behind, most_ms = int((1000 * delays > limit_ms).sum()), 1000 * float(delays.max(initial=0))
+    busy = result.cpu_seconds / generators / result.seconds
     if behind > BEHIND_SHARE * len(delays):
         raise CannotMeasure(
-            f"the load generator was late with {count} streams: it sent {behind:,} of {len(delays):,} chunks more than "
-            f"{limit_ms:g} ms after their moments, at most {most_ms:.0f} ms, in {generators} processes that were "
-            f"busy for {result.cpu_seconds / generators / result.seconds:.0%} of the time: give it more processes with --generators, "
-            "processors of its own, or fewer streams"
+            f"the load generator was late with {count} streams: it sent {behind:,} of {len(delays):,} chunks more than {limit_ms:g} ms "
+            f"after their moments, at most {most_ms:.0f} ms, in {generators} processes that were busy for {busy:.0%} of the time: give it "
+            "more processes with --generators, processors of its own, or fewer streams"
         )
-    lost = result.due - len(latencies)
-    busy = {"cpu_percent_a_stream": costs[CPU] * result.rate / count / 1e4} if CPU in costs else {}
-    return {
-        "streams": count,
-        RATE: result.rate,
-        **{name: value for name, value in result.milliseconds().items() if not math.isnan(value)},
-        "due": result.due,
-        "late": int((latencies > period).sum()),
-        "lost": lost,
-        **costs,
-        **busy,
-        "sent_late_ms": most_ms,
-        "generators": generators,
-        "failures": result.failures or ({UNANSWERED: lost} if lost else {}),
-    }
+    if FRONTENDS in costs:
+        costs["cpu_percent_a_stream"] = costs[CPU] * result.rate / count / 1e4
+    else:
+        del costs[CPU]  # it is no process of this machine
+    late, lost = int((latencies > period).sum()), result.due - len(latencies)
+    figures = {"streams": count, RATE: result.rate} | result.milliseconds() | costs
+    figures |= {"due": result.due, "late": late, "lost": lost, "sent_late_ms": most_ms, "generators": generators}
+    record: dict[str, Any] = {name: round(value, 4) for name, value in figures.items() if not math.isnan(value)}
+    return record | {"failures": result.failures or ({UNANSWERED: lost} if lost else {})}
 
 
 def largest(sustains: Callable[[int], bool], count: int) -> int:

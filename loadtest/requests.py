@@ -58,7 +58,7 @@ class Requests(NamedTuple):
         result = run_in_processes(divided(job, generators))
         per_answer = 1e6 / max(1, result.answers)
         used = {pid: per_answer * seconds for pid, seconds in zip(pids, result.server_cpu_seconds, strict=True)}
-        values = {GENERATORS: per_answer * result.cpu_seconds} | ({CPU: sum(used.values())} if used else {})
+        values = {CPU: sum(used.values()), GENERATORS: per_answer * result.cpu_seconds}
         if roles["frontend"]:
             values |= {
                 FRONTENDS: sum(used[pid] for pid in roles["frontend"]),

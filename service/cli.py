@@ -197,12 +197,16 @@ def bench(
     """Send load to a running server and print what it measured."""
     access = ClientAccess.read(key_file, ca)
     _find_load_generator()
-    from loadtest import bench, realtime
+    from loadtest import bench
     from loadtest.discovery import CannotMeasure
 
     try:
         plan = bench.Plan(url=url.rstrip("/"), access=access, **load)
-        return realtime.run(plan, json) if plan.realtime else bench.run(plan, settings.models, json, trace)
+        if plan.realtime is None:
+            return bench.run(plan, settings.models, json, trace)
+        from loadtest import realtime  # it loads torch
+
+        return realtime.run(plan, json)
     except (CannotMeasure, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 

@@ -5,20 +5,23 @@ docs/architecture.md tells the same way joint by joint. `pytest -s` prints the f
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from itertools import pairwise
 from operator import and_
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+from websockets.sync.client import connect
 
 from service.engine.build import build_batcher, build_engine
 from service.engine.internal_errors import InternalErrors
@@ -37,7 +40,7 @@ from tests import models
 from tests.frontend.in_process import InProcess, in_process
 
 ROOT = Path(__file__).parent.parent
-MOST_MODULES, MOST_CALLS, MOST_FORMS = 58, 390, 36
+MOST_MODULES, MOST_CALLS, MOST_FORMS = 63, 390, 36
 REPEATS = 5
 
 
@@ -112,6 +115,7 @@ class RealEngine:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     root = tmp_path_factory.mktemp("models")
     models.words(root)
+    models.forecaster(root)
     engine = RealEngine(Settings(models=root, device="cpu"))
     with (
         patch("tests.frontend.in_process.StandInEngine", lambda _: engine),
@@ -120,16 +124,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
         yield running
 
 
-def traced(service: InProcess) -> Trace:
-    """Return the trace of one request, from the bytes that arrive to the bytes that leave."""
-    trace = Trace()
-
-    engine: Any = service.engine
+@contextmanager
+def following(service: InProcess) -> Iterator[Trace]:
+    """Trace what the frontend and the engine do meanwhile."""
+    trace, engine = Trace(), cast(Any, service.engine)
     engine.follow(trace)
     service.call(lambda: sys.setprofile(trace.note))
-    assert service.client.post("/infer", json={"model": "words", "inputs": ["how far"]}).status_code == 200
+    yield trace
     service.call(lambda: sys.setprofile(None))
     engine.follow(None)
+
+
+def traced(service: InProcess) -> Trace:
+    """Return the trace of one request, from the bytes that arrive to the bytes that leave."""
+    with following(service) as trace:
+        assert service.client.post("/infer", json={"model": "words", "inputs": ["how far"]}).status_code == 200
     return trace
 
 
@@ -143,6 +152,18 @@ def test_request_passes_few_modules_and_calls(service: InProcess) -> None:
     assert len(modules) <= MOST_MODULES and calls.total() <= MOST_CALLS and len(forms) <= MOST_FORMS
 
 
-def test_page_names_the_joints_of_a_request(service: InProcess) -> None:
-    joints = re.findall(r"`((?:service|kernels)/[\w/]+\.py: \w[\w.]*)`", (ROOT / "docs/architecture.md").read_text())
-    assert len(joints) >= 9 and not [joint for joint in joints if joint not in traced(service).calls]
+def joints(part: str) -> list[str]:
+    """Return the functions that a part of the page names."""
+    return re.findall(r"`((?:service|kernels)/[\w/]+\.py: \w[\w.]*)`", part)
+
+
+def test_page_names_the_joints_of_a_request_and_a_chunk(service: InProcess) -> None:
+    of_request, of_chunk = (ROOT / "docs/architecture.md").read_text().split("### The life of one chunk")
+    assert len(joints(of_request)) >= 9 and not set(joints(of_request)) - set(traced(service).calls)
+    url = f"{service.client.base_url}/stream?model=forecaster".replace("http", "ws", 1)
+    with connect(url) as stream:
+        for _ in range(2):
+            with following(service) as trace:
+                stream.send('{"input": [[0.5, 0.5, 0.5]]}')
+                assert "outputs" in json.loads(stream.recv())
+    assert len(joints(of_chunk)) >= 7 and not set(joints(of_chunk)) - set(trace.calls)

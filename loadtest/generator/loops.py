@@ -14,7 +14,7 @@ from msgspec import structs
 
 from loadtest.generator import grpc, websocket
 from loadtest.generator.arrivals import ARRIVALS, staggered
-from loadtest.generator.connection import CLOSED, OK, Connection
+from loadtest.generator.connection import CLOSED, OK, Connection, OpenRequest
 from loadtest.generator.grpc import GrpcConnection
 from loadtest.generator.http import HttpConnection
 from loadtest.generator.job import Job, Result
@@ -225,14 +225,14 @@ class OpenLoop(Load):
         number, since = connection.open.popleft()
         reason = self._answers.fault(number, status, body)
         if reason is not None:
-            self._fail(connection, reason)
+            self._fail(connection, reason, since)
         else:
             self._right += 1
             if since >= self._counted_since:
                 self._latencies.append(now - since)
         self._resume(connection)
 
-    def _fail(self, connection: Connection, reason: str) -> None:
+    def _fail(self, connection: Connection, reason: str, since: float) -> None:
         self._failures[reason] += 1
 
     def _resume(self, connection: Connection) -> None:
@@ -286,23 +286,24 @@ class RealTimeLoop(OpenLoop):
 
     def _send(self, moment: float) -> None:
         connection, numbers = next(self._turns)
+        counted = moment >= self._counted_since
         if connection in self._connections and (number := next(numbers, None)) is not None:
             connection.ask(number, moment)
         else:
-            self._failures[ENDED] += 1
-        if moment >= self._counted_since:
+            self._failures[ENDED] += counted
+        if counted:
             self._delays.append(time.monotonic() - moment)
 
     def _resume(self, connection: Connection) -> None:
         """Nothing waits for an idle connection."""
 
-    def _fail(self, connection: Connection, reason: str) -> None:
-        super()._fail(connection, reason)
+    def _fail(self, connection: Connection, reason: str, since: float) -> None:
         connection.hang_up()
+        connection.open.appendleft(OpenRequest(0, since))
         self.broken(connection, reason)
 
     def broken(self, connection: Connection, reason: str) -> None:
-        self._failures[reason] += len(connection.open)
+        self._failures[reason] += sum(since >= self._counted_since for _, since in connection.open)
         connection.open.clear()
         self._connections.discard(connection)
 

@@ -274,16 +274,17 @@ class BatchRuns:
     def _keep(self, running: _RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
         """Keep the states that answered requests have written, and drop the others."""
         states, model, rows = self._states, running.batch.model, moves.rows
-        good = rows
-        if len(kept) < len(rows):
-            good, bad = np.array(kept, np.int64), np.setdiff1d(rows, kept)
+        every = len(kept) == len(moves.handles[rows])
+        good = rows if every else np.array(kept, np.int64)
+        if not every:
+            bad = np.setdiff1d(np.arange(len(moves.handles))[rows], kept)
             states.abandon(model, moves.handles[bad], moves.writes[bad])
         states.commit(model, moves.handles[good], moves.writes[good], moves.steps[good], ready)
         first = 0
         for block in running.whole:
             if block.handles is not None and block.sessions:
                 handles = block.handles.tolist()
-                if good is not rows:
+                if not every:
                     handles = [handle for row, handle in enumerate(handles, first) if row in kept]
                 self._sessions.answered(block, handles)
             elif block.handles is not None:

@@ -38,7 +38,7 @@ class StateMoves(NamedTuple):
     reads: Numbers
     writes: Numbers
     steps: Numbers
-    rows: Numbers
+    rows: Numbers | slice
 
 
 @dataclass(slots=True)
@@ -150,28 +150,38 @@ class StateCache:
 
     def prepare(self, model: ModelKey, blocks: Sequence[QueuedBlock], pieces: int) -> StateMoves | None:
         """Return how the states of a batch move, None for a batch without states. pieces: how many of the last blocks are pieces."""
-        if all(block.handles is None for block in blocks):
+        with_state = [block.handles for block in blocks if block.handles is not None]
+        if not with_state:
             return None
-        slots = self._slots_of(model)
-        of_rows = np.concatenate(
-            [np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks]
-        )
-        rows = np.flatnonzero(of_rows != NO_HANDLE)
-        handles = of_rows[rows]
+        slots, lengths = self._slots_of(model), np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
+        handles = with_state[0] if len(with_state) == 1 else np.concatenate(with_state)
         self._use(model, slots, handles)
         slots.writing += len(handles)
-        reads, writes = np.full(len(of_rows), ZERO_SLOT), np.full(len(of_rows), DISCARD_SLOT)
-        reads[rows], writes[rows] = self.slots[handles], slots.free.take(len(handles))
-        slots.holders[writes[rows]] = handles
-        steps = self.steps[of_rows] + np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
+        taken = slots.free.take(len(handles))
+        slots.holders[taken] = handles
+        if len(with_state) == len(blocks):
+            rows: Numbers | slice = slice(len(handles) - pieces)
+            moves = StateMoves(handles, self.slots[handles], taken, self.steps[handles] + lengths, rows)
+        else:
+            moves = self._spread(blocks, handles, taken, lengths, pieces)
         first = 0
         for block in blocks:
             if block.options.starts and block.handles is not None:
                 begins = [first + row for row, handle in enumerate(block.handles.tolist()) if handle not in self._begun]
-                steps[begins] -= self.steps[of_rows[begins]]
-                reads[begins] = ZERO_SLOT
+                moves.steps[begins] = lengths[begins]
+                moves.reads[begins] = ZERO_SLOT
             first += block.sequences
-        return StateMoves(of_rows, reads, writes, steps, rows[: rows.searchsorted(len(of_rows) - pieces)])
+        return moves
+
+    def _spread(
+        self, blocks: Sequence[QueuedBlock], handles: Numbers, taken: Numbers, lengths: Numbers, pieces: int
+    ) -> StateMoves:
+        """Return the moves of a batch in which some blocks have no states. handles, taken: of the others, and the slots that they write."""
+        has_state = np.repeat([block.handles is not None for block in blocks], [block.sequences for block in blocks])
+        count, rows = len(has_state), np.flatnonzero(has_state)
+        of_rows, reads, writes = np.full(count, NO_HANDLE), np.full(count, ZERO_SLOT), np.full(count, DISCARD_SLOT)
+        of_rows[rows], reads[rows], writes[rows] = handles, self.slots[handles], taken
+        return StateMoves(of_rows, reads, writes, self.steps[of_rows] + lengths, rows[: rows.searchsorted(count - pieces)])
 
     def _use(self, model: ModelKey, slots: _ModelSlots, handles: Numbers) -> None:
         """Note that a batch uses handles, and see to it that their states are in slots and others leave room for them."""
