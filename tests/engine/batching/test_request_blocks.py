@@ -104,7 +104,7 @@ class Story:
         if self.chance.random() < 0.2:
             self.states.free = self.chance.choice([0, 1, 2, 5])
             self.now += self.chance.choice([0.3, 5.0, 50.0])
-        self.count_chunks()
+        self.note_whether_chunks_wait()
         self.check_counts()
 
     def add(self) -> None:
@@ -158,9 +158,9 @@ class Story:
 
     def check_parts(self, batch: ScheduledBatch) -> None:
         """Check that requests that run as a whole are in blocks with their columns, and that others are in pieces."""
-        whole = Counter(row.id for row in scheduled_rows(batch) if row.first and row.last)
-        ids = [id for made in batch.blocks for id in made.ids]
-        assert sorted(ids) == [id for id, rows in whole.items() if rows == len(self.queued[id].lengths)]
+        ran = Counter(row.id for row in scheduled_rows(batch) if row.first and row.last)
+        whole = [id for id, rows in ran.items() if rows == len(self.queued[id].lengths)]
+        assert sorted(id for made in batch.blocks for id in made.ids) == whole
         for made in batch.blocks:
             assert contents(made) == contents(block_of([self.queued[id] for id in made.ids]))
         for piece in batch.pieces:
@@ -200,8 +200,7 @@ class Story:
             begun = {handle for handle, done in zip(request.handles, request.done, strict=False) if done}
             self.states.in_use -= begun - self.in_flight
 
-    def count_chunks(self) -> None:
-        """Find out whether a chunk waits for another."""
+    def note_whether_chunks_wait(self) -> None:
         waiting = Counter(handle for request in self.queued.values() for handle in request.handles)
         self.states.behind = any(chunks > 1 or handle in self.in_flight for handle, chunks in waiting.items())
 
@@ -223,11 +222,10 @@ class Story:
         assert self.joint.backlog_seconds() == pytest.approx(self.single.backlog_seconds())
 
     def finish(self) -> None:
-        """Run everything that is queued."""
         self.states.free = 5
         for _ in range(5000):
             self.batches_end()
-            self.count_chunks()
+            self.note_whether_chunks_wait()
             self.batch()
             if not self.queued:
                 return self.check_counts()
