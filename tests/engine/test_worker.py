@@ -110,18 +110,16 @@ class WorkerHarness:
         return Channel(near)
 
     def _submit(self, block: QueuedBlock) -> None:
-        self._check()
+        if self.raised is not None:
+            raise self.raised
         self._blocks.append(block)
         self.since += block.requests
         self.most_between = max(self.most_between, self.since)
 
     def _cancel(self, owner: FrontendChannel, id: int) -> None:
-        self._check()
-        self._blocks = [block for block in self._blocks if block.owner is not owner or block.ids != [id]]
-
-    def _check(self) -> None:
         if self.raised is not None:
             raise self.raised
+        self._blocks = [block for block in self._blocks if block.owner is not owner or block.ids != [id]]
 
     def step(self, before_launch: object = None) -> bool:
         self.since = 0

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import numpy as np
-from service.engine.batching.batch_builder import SchedulerLimits
 
 from loadtest.generator.arrivals import poisson
-from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
+from service.engine.batching.selection import SchedulerLimits
 from service.engine.execution.cost_model import Cost
 from service.settings import Settings
-from tests.engine.batching.harness import MODEL
+from tests.engine.batching.harness import FakeStates, block, scheduled_rows
 
 BUDGET_SECONDS = 0.0005
 LOAD, LONG_SHARE = 0.7, 0.01
@@ -37,16 +37,13 @@ CAPACITY_ALONE, CAPACITY_MIXED = 1_635_000, 486_000
 """Sequences per second that the device can answer: only short ones, and the mixture."""
 
 
-class SimulatedSequence(QueuedSequence):
+@dataclass
+class SimulatedSequence:
     """One sequence from its arrival to its answer."""
 
-    __slots__ = ("answered", "came", "steps")
-
-    def __init__(self, steps: int, came: float) -> None:
-        super().__init__(steps, math.inf)
-        self.steps = steps
-        self.came = came
-        self.answered = math.nan
+    steps: int
+    came: float
+    answered: float = math.nan
 
 
 def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSequence]:
@@ -58,22 +55,23 @@ def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSeq
 
 def p99_of_short(rate: float, long_share: float) -> float:
     """Answer every sequence, and return the 99th percentile of the latency of short sequences in seconds."""
-    settings = Settings()
+    settings, states = Settings(), FakeStates(SLOTS)
     sizes = SchedulerLimits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, BUDGET_SECONDS)
-    scheduler: Scheduler[SimulatedSequence] = Scheduler(sizes, lambda _: COST, lambda _: SLOTS - scheduler.begun)
+    scheduler = Scheduler(sizes, lambda _: COST, states)
     sequences, now, admitted = arrivals(rate, long_share), 0.0, 0
     while (batch := scheduler.next_batch()) is not None or admitted < COUNT:
         if batch is None:
             now = sequences[admitted].came
         else:
-            steps = [part.steps for part in batch.parts]
-            now += COST.of(max(steps), sum(steps))
-            for sequence in [part.sequence for part in batch.parts if part.last]:
+            now += COST.of(batch.longest, batch.tokens)
+            for sequence in [sequences[row.id] for row in scheduled_rows(batch) if row.last]:
                 assert math.isnan(sequence.answered), "a sequence is answered once"
                 sequence.answered = now
         while admitted < COUNT and sequences[admitted].came <= now:
-            scheduler.add(MODEL, [sequences[admitted]], now=sequences[admitted].came)
+            arrived = block([(admitted, math.inf, [sequences[admitted].steps])], divisible=True)
+            assert not scheduler.add_block(arrived, now=sequences[admitted].came)
             admitted += 1
+        states.free = SLOTS - scheduler.begun
     span = sequences[-1].came
     counted = [each for each in sequences if each.steps == SHORT and FROM <= each.came / span <= TO]
     return float(np.percentile([each.answered - each.came for each in counted], 99))

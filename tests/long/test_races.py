@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import SessionTable
-from service.engine.execution.in_flight import FinishedPart
+from service.engine.batching.state_cache import StateCache
+from service.engine.execution.in_flight import BlockResult, FinishedBatch
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import TrialReports
@@ -40,7 +41,7 @@ from service.ipc.messages.models import ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.harness import IDLE_SECONDS, LIMITS, MODEL, AsynchronousEngine, ids, request
+from tests.engine.batching.harness import IDLE_SECONDS, LIMITS, MODEL, AsynchronousEngine, ids
 from tests.frontend.http2.peer import ClockLoop
 from tests.long import scaled
 
@@ -64,8 +65,7 @@ CODES = {
     "unload": {"unknown_model", "session_lost"},
 }
 """The outcomes that each event may have. Without an event a request is answered."""
-REQUESTS = (Request, RequestBlock)
-REPLIES = (Answer, AnswerBlock, Refusal, RefusalBlock)
+REPLIES = (AnswerBlock, Refusal, RefusalBlock)
 
 
 def report(
@@ -105,26 +105,29 @@ class StoryEngine(AsynchronousEngine):
 
     def launch(self, batch: Batch) -> None:
         self._story.at("launching")
-        if any(map(self._fails, batch.blocks)) or any(map(self._fails, batch.chunks)):
+        if any(map(self._fails, batch.blocks)):
             raise ValueError("the model fails")
         super().launch(batch)
         self._story.at("launched")
 
-    def finished(self) -> list[FinishedPart]:
-        if self._story.batches_end:
-            self.end()
-        parts: list[Any] = super().finished()
-        if parts:
+    def finished(self) -> list[FinishedBatch]:
+        while self._story.batches_end and self._launched:
+            self.end_batch()
+        batches = super().finished()
+        if batches:
             self._story.at("ended")
-        return [(part, result._replace(scores="broken") if self._fails(part) else result) for part, result in parts]
+        return [batch._replace(results=list(map(self._result, batch.batch.blocks, batch.results))) for batch in batches]
+
+    def _result(self, block: QueuedBlock, result: BlockResult) -> BlockResult:
+        broken: Any = "broken"
+        return result._replace(scores=broken) if self._fails(block) else result
 
     def runs(self, key: ModelKey) -> bool:
         return self.busy
 
-    def _fails(self, part: QueuedBlock | Chunk) -> bool:
-        """Return whether a part of a batch has the values of the marked request, which no other request has, and the model fails."""
-        data = part.columns.values if isinstance(part, QueuedBlock) else part.data
-        return self._story.model_fails and MARK in bytes(data)
+    def _fails(self, block: QueuedBlock) -> bool:
+        """Return whether a block has the values of the marked request, which no other request has, and the model fails."""
+        return self._story.model_fails and MARK in bytes(block.columns.values)
 
 
 class EngineProcess:
@@ -136,7 +139,8 @@ class EngineProcess:
             self.engine.served.remove(MODEL)
         self.metrics = Metrics()
         clock = story.clock
-        sessions = SessionTable(8, IDLE_SECONDS, story.journal, self.metrics)
+        self.states = StateCache(self.engine, self.metrics)
+        sessions = SessionTable(8, IDLE_SECONDS, story.journal, self.metrics, self.states)
         errors = InternalErrors(Log("engine", story.log), self.metrics, clock)
         self.batcher = Batcher(
             replace(LIMITS, max_batch_sequences=3, max_batch_tokens=7), self.engine, sessions, self.metrics, clock, errors
@@ -150,7 +154,9 @@ class EngineProcess:
             control, self.heartbeat, self.batcher, self.engine, models, TrialReports(control), PLACE, self.metrics, errors
         )
         worker = self.worker
-        report(story.at, worker, "_handle_frame", "received", "queued", lambda _, frame: isinstance(frame.message, REQUESTS))
+        report(
+            story.at, worker, "_handle_frame", "received", "queued", lambda _, frame: isinstance(frame.message, RequestBlock)
+        )
         frontends = worker._frontends
         report(
             story.at,
@@ -159,8 +165,7 @@ class EngineProcess:
             after="answered",
             when=lambda channel, *_: channel in frontends and frontends[channel].answered,
         )
-        report(story.at, self.batcher, "_answer", "answering")
-        report(story.at, self.batcher, "_finish_block", "answering")
+        report(story.at, self.batcher._runs, "_answer", "answering")
         near, far = pair()
         self.supervisor.send(encode(Attach()), attached=far)
         far.close()
@@ -181,10 +186,10 @@ class EngineProcess:
     def held(self) -> list[str]:
         """Return the resources that are held for requests."""
         self.batcher.count()
-        tickets = sum(len(frontend.tickets) for frontend in self.worker._frontends.values())
+        runs, handles = self.batcher._runs, len(self.states.pending) - len(self.states._free_handles)
         slots = sum(values[0] for values in self.metrics.state_slots_used.values.values())
-        figures = {"tickets": tickets, "running": len(self.batcher._running), "slots": slots, "waiting": self.batcher.waiting}
-        figures |= {"queued": not self.batcher.idle, "in flight": self.engine.busy}
+        figures = {"running": len(runs._running), "begun": len(runs._assemblies), "slots": slots, "handles": handles}
+        figures |= {"waiting": self.batcher.waiting, "queued": not self.batcher.idle, "in flight": self.engine.busy}
         return [f"the engine holds {figure} {name}" for name, figure in figures.items() if figure]
 
 
@@ -374,7 +379,8 @@ class Story:
         session = f"session {next(self._numbers)}" if kind == "session" else None
         now = self.clock()
         seconds = IMPATIENT_SECONDS if marked else PATIENT_SECONDS
-        sent = request([steps], deadline=now + seconds, session=session, ends=bool(session) and self._chance.random() < 0.5)
+        ends = bool(session) and self._chance.random() < 0.5
+        sent = Request(*MODEL.labels, [steps], now + seconds, now, session=session, session_ends=ends)
         self.at("parsed")
         try:
             client.pending = self.dispatcher.send(sent, ids([values]), client, client.released)

@@ -200,15 +200,13 @@ def into_batchers(batcher: Any, fault: str) -> None:
         nonlocal dropped_at
         dropped_at = now
 
-    def record(_: Any, batch: Any, before_launch: Any) -> None:
-        deadlines = [deadline for block in batch.blocks for deadline in block.deadlines]
-        deadlines += [chunk.owner.ticket.request.deadline for chunk in batch.chunks]
-        late = sum(deadline <= dropped_at for deadline in deadlines)
+    def record(_: Any, model: Any, blocks: Any, *others: Any) -> None:
+        late = sum(deadline <= dropped_at for block in blocks for deadline in block.deadlines)
         with Path(os.environ["ROWS"]).open("a") as file:
-            file.write(f"{batch.rows} {late}\n")
+            file.write(f"{sum(block.sequences for block in blocks)} {late}\n")
 
     around(batcher.Batcher, "_drop_late", note)
-    around(batcher.Batcher, "_run", record)
+    around(batcher.BatchRuns, "_run", record)
 
 
 def into_workers(worker: Any, fault: str) -> None:
@@ -223,16 +221,14 @@ def into_workers(worker: Any, fault: str) -> None:
             answered.remove(channel)
             end_at("answered")
 
-    for name in ("_handle_block", "_handle_request"):
-        ends(worker.Worker, name, "received")
-    for name in ("answer", "send_answer"):
-        around(worker.FrontendChannel, name, answering)
+    ends(worker.Worker, "_handle_block", "received")
+    around(worker.FrontendChannel, "answer", answering)
     around(worker.Worker, "_flush", nothing, flushed)
 
 
 def into_connections(connection: Any, fault: str) -> None:
     def returning(_: Any, frame: Any) -> None:
-        if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal", "RefusalBlock"):
+        if type(frame.message).__name__ in ("AnswerBlock", "Refusal", "RefusalBlock"):
             end_at("returned")
 
     def written(_: Any, connection: Any, size: int, writes: int) -> None:

@@ -155,6 +155,17 @@ def test_end_is_reported_although_its_first_report_was_lost(story: Story) -> Non
     assert ask(story, third, [7]) == 7.0
 
 
+def test_restart_of_an_uncertain_session_makes_it_certain(story: Story) -> None:
+    first, second, third = story.replicas
+    begin(story, first)
+    story.crash(0)
+    wait(story, second, third)
+    assert isinstance(ask(story, second, [9]), SessionLost)
+    send(story, second, [1], starts=True)
+    settle(story)
+    assert ask(story, second, [2]) == 3.0
+
+
 def test_imported_session_is_saved(story: Story) -> None:
     first, second, third = story.replicas
     begin(story, first)

@@ -40,8 +40,6 @@ MODEL = ModelKey("words", "1")
 OTHER = ModelKey("sensors", "1")
 PLAIN = Returns()
 NEVER = 1e9
-NOBODY: Any = None
-"""The owner of a block without another."""
 COST = Cost(1.0, 0.0, 0.0)
 """Every batch costs the same, so the time budget never limits its steps."""
 
@@ -50,9 +48,7 @@ LIMITS = SchedulerLimits(max_waiting=100, max_batch_sequences=8, max_batch_token
 
 
 class FakeStates:
-    """The states of a scheduler. free: how many more sequences may hold one; in_use: the handles in use; behind: whether a chunk waits
-    for another of its session.
-    """
+    """The states of a scheduler. free: room for more; in_use: the handles in use; behind: whether a chunk waits for its session."""
 
     def __init__(self, room: int = 1000, *in_use: int) -> None:
         self.free, self.in_use, self.behind = room, set(in_use), bool(in_use)
@@ -82,8 +78,9 @@ class ScheduledRow(NamedTuple):
     last: bool
 
 
-def scheduled_rows(batch: ScheduledBatch) -> list[ScheduledRow]:
+def scheduled_rows(batch: ScheduledBatch | None) -> list[ScheduledRow]:
     """Return the rows of a batch, by their requests' ids."""
+    assert batch is not None
     rows = [
         ScheduledRow(block.ids[request], number - block.first_sequences[request], block.lengths[number], True, True)
         for block in batch.blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from service.errors import ServiceError
 from service.ipc.messages.models import ModelKey
 from tests.engine.batching.harness import MODEL, AsynchronousEngine, BatcherHarness, FakeClient
@@ -28,17 +30,26 @@ def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
     return round(harness.metrics.state_slots_used.values.get(model.labels, [0.0])[0])
 
 
-class ChunkedHarness(BatcherHarness):
-    """Its batches take LEAST_STEPS of each sequence and end when the test ends them."""
+class InFlightHarness(BatcherHarness):
+    """Its batches end when the test ends them, and it has up to two in flight."""
 
-    def __init__(self) -> None:
-        self.asynchronous = AsynchronousEngine()
-        self.asynchronous.per_row = self.asynchronous.per_row._replace(fixed=0.0, per_step=1.0)
-        super().__init__(engine=self.asynchronous, batch_seconds=1.0)
+    def __init__(self, in_flight: int = 2, **options: Any) -> None:
+        self.asynchronous = AsynchronousEngine(in_flight=in_flight)
+        super().__init__(engine=self.asynchronous, **options)
 
-    def batch(self) -> None:
+    def batch(self) -> bool:
+        """Launch a batch and end the oldest. Returns whether work is left."""
         self.batcher.step()
         self.asynchronous.end_batch()
+        return self.asynchronous.busy or not self.batcher.idle
+
+
+class ChunkedHarness(InFlightHarness):
+    """Its batches take LEAST_STEPS of each sequence, one batch at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(in_flight=1, batch_seconds=1.0)
+        self.asynchronous.per_row = self.asynchronous.per_row._replace(fixed=0.0, per_step=1.0)
 
     def answer(self, *values: int) -> FakeClient:
         client = self.call(values, session="a")

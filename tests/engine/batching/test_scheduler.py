@@ -13,33 +13,19 @@ from hypothesis import strategies as st
 
 from service.engine.batching.admission import CAUTION
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
-from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, fair_share
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages.models import ModelKey
-from tests.engine.batching.harness import (
-    COST,
-    LIMITS,
-    MODEL,
-    NEVER,
-    NOBODY,
-    OTHER,
-    FakeFrontend,
-    FakeStates,
-    ScheduledRow,
-    block,
-    scheduled_rows,
-    scheduler,
-)
+from tests.engine.batching.harness import COST, LIMITS, MODEL, NEVER, OTHER, FakeStates, block, scheduled_rows, scheduler
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
 
 
-NUMBERS = count(1)
-"""The ids of requests."""
+REQUEST_IDS = count(1)
+OWNER: Any = object()
 
 
 def add(
@@ -49,28 +35,22 @@ def add(
     now: float = 0.0,
     model: ModelKey = MODEL,
     busy: float = 0.0,
+    owner: object = OWNER,
     **options: Any,
 ) -> list[int]:
     """Add a block. requests: the steps of each, or of its sequences; options: of the block. Returns their ids; raises a refusal."""
-    made = [(next(NUMBERS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
-    for refused in to.add_block(block(made, model=model, **options), now=now, busy=busy):
+    made = [(next(REQUEST_IDS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
+    for refused in to.add_block(block(made, model=model, owner=owner, **options), now=now, busy=busy):
         raise refused.error
     return [id for id, *_ in made]
-
-
-def batch(of: Scheduler) -> list[ScheduledRow]:
-    taken = of.next_batch()
-    assert taken is not None
-    return scheduled_rows(taken)
 
 
 def batches(of: Scheduler) -> list[tuple[ModelKey, list[int]]]:
     """Return all batches until the queue is empty: the model, and the steps of each sequence, by its arrival."""
     taken = []
     while (next_batch := of.next_batch()) is not None:
-        rows = scheduled_rows(next_batch)
-        assert rows, "a batch is never empty"
-        taken.append((next_batch.model, [row.steps for row in rows]))
+        assert next_batch.rows, "a batch is never empty"
+        taken.append((next_batch.model, [row.steps for row in scheduled_rows(next_batch)]))
     return taken
 
 
@@ -99,15 +79,6 @@ def test_batch_respects_both_limits() -> None:
     queue = scheduler(max_batch_sequences=3, max_batch_tokens=10)
     add(queue, 1, 2, 3, 4, 6, 1, 9, 2)
     assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
-
-
-@pytest.mark.parametrize("steps", [(500, 1, 1), (1, 500, 1), (1, 1, 500)], ids=str)
-def test_indivisible_sequence_longer_than_a_batch_runs_alone(steps: tuple[int, ...]) -> None:
-    queue = scheduler(max_batch_tokens=10)
-    add(queue, *steps)
-    taken = batches(queue)
-    assert (MODEL, [500]) in taken
-    assert [count for _, run in taken for count in run] == list(steps)
 
 
 def test_long_indivisible_sequence_runs_after_short_ones() -> None:
@@ -146,7 +117,7 @@ def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     add(queue, *[10] * 6, 500, 500, divisible=True)
     # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
     # With an equal share of 20 steps, K would be 16.
-    assert [row.steps for row in batch(queue)] == [*[10] * 6, 20, 20]
+    assert [row.steps for row in scheduled_rows(queue.next_batch())] == [*[10] * 6, 20, 20]
 
 
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
@@ -179,10 +150,10 @@ def test_first_sequence_is_predicted_to_take_the_batches_that_it_takes() -> None
 def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
     [long] = add(queue, 64, divisible=True)
-    assert [row.steps for row in batch(queue)] == [16]
+    assert [row.steps for row in scheduled_rows(queue.next_batch())] == [16]
     [short] = add(queue, 10, now=1.0, divisible=True)
-    assert batch(queue) == [ScheduledRow(long, 0, 16, False, False), ScheduledRow(short, 0, 10, True, True)]
-    assert [row.id for row in batch(queue)] == [long]
+    assert scheduled_rows(queue.next_batch()) == [(long, 0, 16, False, False), (short, 0, 10, True, True)]
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [long]
 
 
 def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
@@ -192,7 +163,7 @@ def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
     while running != long:
         waited += 1
         add(queue, 1, now=waited, divisible=True)
-        [(running, *_)] = batch(queue)
+        [(running, *_)] = scheduled_rows(queue.next_batch())
     assert waited == pytest.approx(9 * STRETCH, abs=2)
 
 
@@ -200,26 +171,21 @@ def test_sequence_without_room_for_its_state_waits() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=10.0, states=FakeStates(room=1))
     first, _ = add(queue, 50, 60, divisible=True)
     [short] = add(queue, 9, now=1.0, divisible=True)
-    assert [row.id for row in batch(queue)] == [first, short]
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, short]
     [kept] = add(queue, 9, now=3.0, divisible=True, handles=np.array([7]))
-    assert [row.id for row in batch(queue)] == [first, kept] and queue.waiting == 1, "what is due first takes the free room"
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, kept], "what is due first takes the room"
 
 
-def test_chunk_waits_for_its_session_and_blocks_no_other() -> None:
-    """Also behind another chunk. A session whose chunk runs in several batches is in use between them."""
+def test_chunk_that_waits_for_its_session_blocks_no_other() -> None:
     states = FakeStates(1000, 7)
-    queue = scheduler(cost=STEP_COST, states=states, batch_seconds=10.0)
-    add(queue, 25, divisible=True, handles=np.array([7]))
+    queue = scheduler(states=states)
+    add(queue, 5, handles=np.array([7]))
     assert queue.next_batch() is None
-    add(queue, 6, 3, 4, now=1.0, divisible=True, handles=np.array([8, 7, 8]))
+    add(queue, 6, now=1.0)
     add(queue, 7, model=OTHER)
-    assert batches(queue) == [(MODEL, [6]), (OTHER, [7]), (MODEL, [4])]
+    assert batches(queue) == [(MODEL, [6]), (OTHER, [7])]
     states.in_use.clear()
-    assert [row.steps for row in batch(queue)] == [16]
-    states.in_use.add(7)
-    assert batches(queue) == [(MODEL, [9])]
-    states.in_use.clear()
-    assert batches(queue) == [(MODEL, [3])]
+    assert batches(queue) == [(MODEL, [5])]
 
 
 # Several models.
@@ -245,7 +211,7 @@ def test_idle_model_earns_no_credit() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, *[1] * 40)
     for _ in range(20):
-        batch(queue)
+        scheduled_rows(queue.next_batch())
     add(queue, *[1] * 40, model=OTHER)
     assert [model for model, _ in batches(queue)][:10].count(MODEL) == 5
 
@@ -253,41 +219,13 @@ def test_idle_model_earns_no_credit() -> None:
 # Requests that leave before they have run.
 
 
-def dropped_ids(dropped: list[tuple[QueuedBlock, list[int]]]) -> list[int]:
-    return sorted([made.ids[index] for made, indices in dropped for index in indices])
-
-
-def test_drop_removes_only_the_named_requests() -> None:
-    queue, owner = scheduler(), FakeFrontend()
-    [first] = add(queue, [1, 2], owner=owner)
-    add(queue, 3)
-    others = add(queue, 4, 5, model=OTHER, owner=owner)
-    assert queue.drop_request(FakeFrontend(), first) is None
-    dropped = queue.drop_request(owner, first)
-    assert dropped is not None and dropped[0].ids == [first] and queue.waiting == 3
-    assert queue.drop_request(owner, first) is None
-    assert dropped_ids(queue.drop_owner(owner)) == others
-    assert batches(queue) == [(MODEL, [3])]
-
-
-def test_drop_of_chunks_leaves_those_that_arrived_before() -> None:
+def test_drop_of_an_owner_leaves_the_requests_of_others() -> None:
     queue = scheduler()
-    first, other, last = add(queue, 1, 2, 3, handles=np.array([7, 8, 7]))
-    assert queue.drop_chunks(MODEL, 7, after=2) == queue.drop_chunks(OTHER, 7) == []
-    assert dropped_ids(queue.drop_chunks(MODEL, 7, after=0)) == [last]
-    assert dropped_ids(queue.drop_chunks(MODEL, 7)) == [first]
-    assert [row.id for row in batch(queue)] == [other]
-
-
-def test_drop_late_removes_and_returns_late_requests() -> None:
-    queue = scheduler()
-    late = add(queue, 1, 2, deadline=5.0)
-    late += add(queue, 3, deadline=4.0, model=OTHER)
-    add(queue, 4, deadline=7.0)
-    assert queue.drop_late(3.999) == []
-    assert dropped_ids(queue.drop_late(5.0)) == late and queue.earliest_deadline == 7.0
-    assert queue.waiting == 1
-    assert batches(queue) == [(MODEL, [4])]
+    [other] = add(queue, [1, 2], owner=object())
+    dropped = add(queue, 3) + add(queue, 4, 5, model=OTHER)
+    assert [made.ids[index] for made, indices in queue.drop_owner(OWNER) for index in indices] == dropped
+    assert queue.drop_request(OWNER, other) is None and queue.waiting == 2
+    assert batches(queue) == [(MODEL, [1, 2])]
 
 
 # Deadlines that cannot be met.
@@ -312,7 +250,7 @@ def test_rejection_covers_similar_requests_until_the_queue_moves() -> None:
     with pytest.raises(Overloaded, match="expected in 17 s"):
         add(queue, 1, deadline=20.0)
     add(queue, 4, deadline=CAUTION * 20 + STRETCH * 4)
-    assert all(queue.drop_request(NOBODY, id) for id in (first, second))
+    assert all(queue.drop_request(OWNER, id) for id in (first, second))
     add(queue, 4, deadline=CAUTION * 20 - 0.1)
 
 

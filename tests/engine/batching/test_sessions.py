@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from tests.engine.batching.harness import (
     counted,
     total,
 )
-from tests.engine.batching.session_clients import ChunkedHarness, progress, refused, send, used_slots
+from tests.engine.batching.session_clients import ChunkedHarness, InFlightHarness, progress, refused, send, used_slots
 from tests.engine.batching.story import tell_story
 
 
@@ -47,15 +46,6 @@ def fail(*arguments: object, **others: object) -> None:
 
 
 # Chunks.
-
-
-def test_chunks_of_a_session_run_one_by_one_in_order(harness: BatcherHarness) -> None:
-    """None is accepted after the last."""
-    clients = [harness.call([value, 1], session="a", ends=value == 7) for value in range(1, 8)]
-    late = harness.call([1], session="a")
-    harness.run()
-    assert [progress(client) for client in clients] == [(sum(range(value + 1)) + value, 2 * value) for value in range(1, 8)]
-    assert harness.engine.ran == [[value] for value in range(1, 8)] and refused(late) is SessionConflict
 
 
 def test_last_chunk_ends_the_session(harness: BatcherHarness) -> None:
@@ -345,22 +335,51 @@ def test_session_that_rested_longest_gives_up_its_slot() -> None:
     assert [send(harness, 0, session=name).sums[0] for name in "abc"] == [4.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("running", [False, True])
-def test_cancel_and_expiry_free_a_slot_once(running: bool) -> None:
-    """A client disconnects, its session expires later, and many sessions start: the double free of Triton's issue 7117."""
-    harness = BatcherHarness(engine=FakeEngine(slots=4), max_sessions=64)
-    send(harness, 1, session="cancelled")
-    cancelled = harness.call([1], session="cancelled")
-    if running:
-        harness.during_batch(partial(harness.disconnect, cancelled))
-    else:
-        harness.disconnect(cancelled)
-    harness.now += IDLE_SECONDS + 2
+# Batches in flight.
+
+
+@pytest.mark.parametrize(("sessions", "chunks"), [(64, 3), (5, 8)])
+def test_chunks_in_flight_are_answered_in_order(sessions: int, chunks: int) -> None:
+    """However many sessions share the slots, each answer is the sum of all chunks so far."""
+    harness = InFlightHarness(max_sessions=sessions, max_waiting=1000)
+    sent = [[harness.call([10 * name + 1], session=str(name)) for name in range(sessions)] for _ in range(chunks)]
+    while harness.batch():
+        for of_session in zip(*sent, strict=True):
+            replies = [client.replies for client in of_session]
+            assert replies == sorted(replies, reverse=True)
+    for number, of_chunk in enumerate(sent, 1):
+        assert [progress(client) for client in of_chunk] == [((10 * name + 1) * number, number) for name in range(sessions)]
+
+
+def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
+    harness = InFlightHarness()
+    running = harness.call([5], session="a")
     harness.batcher.step()
-    for value in (1, 1000):
-        clients = [harness.call([value + number], session=f"new{number}") for number in range(64)]
-        harness.run()
-    assert [client.sums[0] for client in clients] == [1001 + 2 * number for number in range(64)]
+    handle = harness.batcher.sessions._table.get("a").handle
+    harness.batcher.sessions.end("a")
+    clients = []
+    for name in "bcb":
+        clients.append(harness.call([1], session=name))
+        assert (harness.batcher.sessions._table.get(name).handle == handle) == (name == "c")
+        while harness.batch():
+            pass
+    assert [progress(client) for client in clients] == [(1, 1), (1, 1), (2, 2)]
+    assert refused(running) is SessionConflict and used_slots(harness) == 2
+
+
+def test_chunk_waits_for_the_batch_of_a_cancelled_chunk() -> None:
+    harness = InFlightHarness()
+    harness.call([1], session="a")
+    while harness.batch():
+        pass
+    cancelled = harness.call([5], session="a")
+    harness.batcher.step()
+    harness.disconnect(cancelled)
+    later = harness.call([2], session="a")
+    assert not harness.batcher.step(), "the device would accept a batch"
+    while harness.batch():
+        pass
+    assert progress(later) == (3, 2) and used_slots(harness) == 1
 
 
 # Export and import.
