@@ -145,13 +145,18 @@ class Scheduler(Admission):
             blocks = queue.whole_blocks()
             if blocks is not None and runs_whole(queue, limits, max_seconds, blocks):
                 return self._take_all(queue, blocks)
-        works = list(queue.tenants.values())
-        table = works[0].table() if len(works) == 1 else np.concatenate([work.table() for work in works])
-        order = np.arange(len(table)) if len(works) == 1 else self._shares.in_turn(queue)
+        if len(queue.tenants) == 1:
+            [work] = queue.tenants.values()
+            table, order = work.table(), None
+        else:
+            table = np.concatenate([work.table() for work in queue.tenants.values()])
+            order = self._shares.in_turn(queue)
         if any_behind:
-            order = order[may_run(table, self._states.busy(table[:, HANDLE]))[order]]
-        places, steps = select(table[order], limits, queue.cost, max_seconds, room, divisible=queue.divisible)
-        return self._take_places(queue, works, table, order[places], steps)
+            runs = may_run(table, self._states.busy(table[:, HANDLE]))
+            order = np.flatnonzero(runs) if order is None else order[runs[order]]
+        in_order = table if order is None else table[order]
+        places, steps = select(in_order, limits, queue.cost, max_seconds, room, divisible=queue.divisible)
+        return self._take_places(queue, places if order is None else order[places], steps)
 
     def _take_all(self, queue: ModelQueue, blocks: list[QueuedBlock]) -> ScheduledBatch:
         """Take the whole queue."""
@@ -163,41 +168,46 @@ class Scheduler(Admission):
         del self._queues[queue.model]
         return batch
 
-    def _take_places(
-        self,
-        queue: ModelQueue,
-        works: list[TenantQueue],
-        table: NDArray[np.int64],
-        places: NDArray[np.int64],
-        steps: NDArray[np.int64],
-    ) -> ScheduledBatch:
-        """Take sequences of a queue. works: its tenants; table: of all of them; places: in the table; steps: of each of them."""
+    def _take_places(self, queue: ModelQueue, places: NDArray[np.int64], steps: NDArray[np.int64]) -> ScheduledBatch:
+        """Take sequences of a queue. places: in the joined tables of its tenants; steps: of each of them."""
         batch = ScheduledBatch(queue.model, len(places), int(steps.sum()), int(steps.max(initial=0)))
         if not batch.rows:
             return batch
         self._shares.start_batch(self._queues.values())
-        rows = table[places]
-        ends, begins = steps == rows[:, LEFT], rows[:, DONE] == 0
-        first = 0
-        for tenant, work in list(queue.tenants.items()):
+        works, first = list(queue.tenants.items()), 0
+        for tenant, work in works:
             end = first + work.count
-            of_tenant = (places >= first) & (places < end) if len(works) > 1 else slice(None)
-            own = places[of_tenant] - first
-            if len(own):
-                in_order, taken = own.argsort(), steps[of_tenant]
-                blocks, pieces = work.take(own[in_order], taken[in_order])
-                batch.blocks += blocks
-                batch.pieces += pieces
-                total, ended = int(taken.sum()), int(ends[of_tenant].sum())
-                begun = int((begins[of_tenant] & ~ends[of_tenant]).sum() - (ends[of_tenant] & ~begins[of_tenant]).sum())
-                self._shares.charge(tenant, queue.price(len(own), total))
-                queue.count_work(tenant, -ended, -total, begun)
-                self.begun += begun
-                self.waiting -= int(begins[of_tenant].sum())
+            if len(works) > 1:
+                own = (places >= first) & (places < end)
+                in_order = places[own].argsort()
+                self._take_of(queue, tenant, batch, places[own][in_order] - first, steps[own][in_order])
+            else:
+                self._take_of(queue, tenant, batch, places, steps)
             first = end
         if not queue.count:
             del self._queues[queue.model]
         return batch
+
+    def _take_of(
+        self, queue: ModelQueue, tenant: str, batch: ScheduledBatch, places: NDArray[np.int64], steps: NDArray[np.int64]
+    ) -> None:
+        """Move sequences of a tenant from its queue to the batch. places: ascending, in the table of the tenant."""
+        if not len(places):
+            return
+        blocks, pieces = queue.tenants[tenant].take(places, steps)
+        batch.blocks += blocks
+        batch.pieces += pieces
+        ended = sum([block.sequences for block in blocks])
+        begun, waited = 0, ended
+        for piece in pieces:
+            ended += piece.last
+            waited += not piece.done
+            begun += (not piece.done) - piece.last
+        total = int(steps.sum())
+        self._shares.charge(tenant, queue.price(len(places), total))
+        queue.count_work(tenant, -ended, -total, begun)
+        self.begun += begun
+        self.waiting -= waited
 
     def _works(self, model: ModelKey | None = None) -> Iterator[tuple[ModelQueue, TenantQueue]]:
         """Yield the work of every tenant, of one model or of all. The caller may remove what it gets."""

@@ -64,8 +64,13 @@ def select(table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float
         usual = max(limit, _rounded(first[0]))
         if divisible:
             steps = np.minimum(left, limit)
-    needs_room = (table[:, DONE] == 0) & ((table[:, HANDLE] != NO_HANDLE) | (steps < left))
-    places = np.flatnonzero(~needs_room | (needs_room.cumsum() <= room))
+    needs_room = table[:, HANDLE] != NO_HANDLE
+    if steps is not left:
+        needs_room |= steps < left
+    needs_room &= table[:, DONE] == 0
+    places = np.arange(len(table))
+    if np.count_nonzero(needs_room) > room:
+        places = np.flatnonzero(~needs_room | (needs_room.cumsum() <= room))
     while True:
         window = places[: limits.max_batch_sequences]
         taken = steps[window]

@@ -6,6 +6,7 @@ Pure: nothing here knows a clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -106,11 +107,21 @@ class TenantQueue:
         rows = self._table.take(places, axis=0)
         last = steps == rows[:, LEFT]
         whole = last & (rows[:, DONE] == 0)
-        blocks, in_blocks = self._whole_requests(rows, whole)
+        blocks: list[QueuedBlock] = []
+        for number, of_block in _by_block(rows[:, NUMBER]).items():
+            block, of_requests = self._blocks[number], rows[of_block, REQUEST]
+            if len(of_requests) == block.sequences and whole[of_block].all():
+                blocks.append(block)
+                continue
+            taken = np.bincount(of_requests[whole[of_block]], minlength=block.requests)
+            is_complete = taken == block.counts
+            whole[of_block] &= is_complete[of_requests]
+            if is_complete.any():
+                blocks.append(block.select(np.flatnonzero(is_complete).tolist()))
         pieces = [
             Piece(self._blocks[number], request, sequence, done, count, is_last)
             for (_, done, number, sequence, request, *_), count, is_last in zip(
-                rows[~in_blocks].tolist(), steps[~in_blocks].tolist(), last[~in_blocks].tolist(), strict=True
+                rows[~whole].tolist(), steps[~whole].tolist(), last[~whole].tolist(), strict=True
             )
         ]
         if not last.all():
@@ -118,35 +129,18 @@ class TenantQueue:
             self._table[continued, LEFT] -= steps[~last]
             self._table[continued, DONE] += steps[~last]
             self._cut = True
-        self._remove(places[last])
+        self._remove(places[last], rows[last, NUMBER])
         return blocks, pieces
-
-    def _whole_requests(self, rows: NDArray[np.int64], whole: NDArray[np.bool_]) -> tuple[list[QueuedBlock], NDArray[np.bool_]]:
-        """Return blocks of the requests of which every sequence is among the rows that run whole, and which rows belong to them."""
-        chosen: dict[int, list[int]] = {}
-        for number, request in rows[whole][:, [NUMBER, REQUEST]].tolist():
-            chosen.setdefault(number, []).append(request)
-        blocks, in_blocks = [], whole
-        for number, requests in chosen.items():
-            block = self._blocks[number]
-            if block.sequences > block.requests:
-                is_complete = np.bincount(requests, minlength=block.requests) == block.counts
-                of_block = np.flatnonzero(rows[:, NUMBER] == number)
-                in_blocks[of_block] &= is_complete[rows[of_block, REQUEST]]
-                requests = np.flatnonzero(is_complete).tolist()
-            if requests:
-                blocks.append(block.select(sorted(requests)))
-        return blocks, in_blocks
 
     def drop(self, matches: NDArray[np.bool_]) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the matching sequences. Returns the blocks with their requests that lost sequences. matches: by place in the table."""
         places = np.flatnonzero(matches)
         rows = self._table.take(places, axis=0)
-        chosen: dict[int, set[int]] = {}
-        for number, request in rows[:, [NUMBER, REQUEST]].tolist():
-            chosen.setdefault(number, set()).add(request)
-        dropped = [(self._blocks[number], sorted(requests)) for number, requests in chosen.items()]
-        self._remove(places)
+        dropped = [
+            (self._blocks[number], sorted(set(rows[of_block, REQUEST].tolist())))
+            for number, of_block in _by_block(rows[:, NUMBER]).items()
+        ]
+        self._remove(places, rows[:, NUMBER])
         return dropped
 
     def late(self, now: float) -> NDArray[np.bool_]:
@@ -168,12 +162,12 @@ class TenantQueue:
         self._join()
         return self._blocks
 
-    def _remove(self, places: NDArray[np.int64]) -> None:
-        """Remove the sequences at these places, which are ascending."""
+    def _remove(self, places: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Remove the sequences at these places, which are ascending. numbers: of their blocks."""
         if not len(places):
             return
-        for number, count in zip(*np.unique(self._table[places, NUMBER], return_counts=True), strict=True):
-            self._left[number] -= count
+        for number, of_block in _by_block(numbers).items():
+            self._left[number] -= len(numbers[of_block])
             if not self._left[number]:
                 del self._left[number], self._blocks[number]
             else:
@@ -203,6 +197,17 @@ class TenantQueue:
         self._due, self._deadlines = due[in_order], np.concatenate([self._deadlines, deadlines])[in_order]
         # `take` copies whole rows, several times as fast as an index.
         self._table = np.concatenate([self._table, rows]).take(in_order, axis=0)
+
+
+def _by_block(numbers: NDArray[np.int64]) -> dict[int, slice | NDArray[np.int64]]:
+    """Return which rows belong to each block. numbers: the block of each row; most rows of a block follow each other."""
+    if not len(numbers):
+        return {}
+    firsts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+    found = numbers[firsts].tolist()
+    if len(set(found)) == len(found):
+        return {number: slice(*ends) for number, ends in zip(found, pairwise([*firsts, len(numbers)]), strict=True)}
+    return {number: np.flatnonzero(numbers == number) for number in dict.fromkeys(found)}
 
 
 def _rows(blocks: Sequence[QueuedBlock], numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
