@@ -23,18 +23,23 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
+from service.ipc.messages.inference import SessionOptions
 from service.ipc.messages.models import ModelKey
 from service.ipc.session_file import StateOrigin
 from tests.engine.batching.harness import (
     IDLE_SECONDS,
     MODEL,
+    NEVER,
     OTHER,
     OVERFLOW,
     POISON,
     BatcherHarness,
+    FakeClient,
     FakeEngine,
     FakeFrontend,
+    block,
     counted,
+    ids,
     total,
 )
 from tests.engine.batching.session_clients import ChunkedHarness, InFlightHarness, progress, refused, send, used_slots
@@ -81,6 +86,16 @@ def test_restart_waits_for_the_chunks_before_it(harness: BatcherHarness) -> None
     assert [progress(client) for client in clients] == [(1, 1), (3, 2), (5, 1), (11, 2)]
     assert used_slots(harness) == 1
     assert counted(harness.metrics.sessions_ended) == {"restarted": 1}
+
+
+def test_block_may_end_a_session_and_start_it_again(harness: BatcherHarness) -> None:
+    clients = [FakeClient([[1]]), FakeClient([[2]])]
+    requests = [(harness.frontend.add(client), NEVER, [1]) for client in clients]
+    options = SessionOptions(starts=True, ends=True)
+    values, owner = ids([[1], [2]]), harness.frontend
+    harness.batcher.submit(block(requests, values, divisible=True, owner=owner, sessions=["a", "a"], options=options))
+    harness.run()
+    assert refused(clients[0]) is SessionConflict and progress(clients[1]) == (2, 1) and used_slots(harness) == 0
 
 
 def test_chunk_that_expects_other_steps_is_refused(harness: BatcherHarness) -> None:

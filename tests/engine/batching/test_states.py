@@ -63,6 +63,16 @@ def test_more_sequences_than_slots_wait_for_free_ones() -> None:
     assert used(harness) == 0
 
 
+@pytest.mark.parametrize("returns", [STATE, Returns()])
+def test_request_may_have_more_long_sequences_than_slots(returns: Returns) -> None:
+    harness = BatcherHarness(engine=FakeEngine(slots=2), batch_seconds=0.02)
+    harness.engine.per_row = Cost(0.001, 0.0, 0.001)
+    clients = [call(harness, *[[number] * 40 for number in range(3)], returns=returns) for _ in range(2)]
+    for _ in range(100):
+        harness.batcher.step()
+    assert [client.sums for client in clients if client.answers] == [[0.0, 40.0, 80.0]] * 2 and used(harness) == 0
+
+
 def test_failed_and_cancelled_requests_free_their_slots(harness: BatcherHarness) -> None:
     failed, cancelled, served = (call(harness, [number], states=[(1.0, 1.0)]) for number in (POISON, 5, 6))
     harness.during_batch(lambda: harness.disconnect(cancelled))
