@@ -17,7 +17,7 @@ SCHEDULERS = {
     for name in (
         "admission",
         "scheduler",
-        "batch_builder",
+        "selection",
         "fair_shares",
         "memory_limits",
         "model_queue",

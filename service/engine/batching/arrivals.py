@@ -14,7 +14,7 @@ from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import close_handles
-from service.engine.batching.stored_sessions import Waiting
+from service.engine.batching.taken_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError
 

@@ -59,7 +59,7 @@ class Batcher:
         self._metrics = metrics
         self._clock = clock
         self._errors = errors
-        self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors, self._refuse)
+        self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors)
 
     @property
     def waiting(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
+from service.engine.batching.due import HEAD_START_SECONDS, allowance
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
@@ -135,9 +135,7 @@ class QueuedBlock:
         """Return when each request is due."""
         start = self.arrived - self.head_start
         assert self._cost is not None, "the block has arrived"
-        if self.requests == 1:
-            return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
-        return start + allowances(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
+        return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
 
     @cached_property
     def counts(self) -> NDArray[np.int32]:
