@@ -89,7 +89,7 @@ class Admission:
         is_alone = block.requests == 1 and not busy and not self._queues
         has_room = block.sequences <= self._free_places(block.share, block.requests)
         in_time = is_alone or self._sure_seconds(queue, block, block.sequences, block.steps, busy) <= block.deadline - now
-        if has_room and in_time and queue.rejection_of(tenant) is None:
+        if has_room and in_time and queue.rejections.get(tenant) is None:
             self._count(queue, block)
         else:
             refused = self._accept(block, queue, now, busy)
@@ -143,10 +143,10 @@ class Admission:
         time_left = block.deadlines - now
         while begin < block.requests:
             # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
-            rejection, end = queue.rejection_of(tenant), block.requests
+            rejection, end = queue.rejections.get(tenant), block.requests
             covered = np.zeros(end - begin, bool)
             if rejection is not None:
-                covered = rejection.covers_each(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
+                covered = rejection.covers(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
             uncovered = begin + np.flatnonzero(~covered)
             for place in range(len(uncovered)):
                 if self._free_places(block.share) < 1:
@@ -161,7 +161,7 @@ class Admission:
                     work.accept(index)
                     continue
                 refused.append(([index], error))
-                if queue.rejection_of(tenant) is not rejection:
+                if queue.rejections.get(tenant) is not rejection:
                     # The new rejection may cover the requests behind it.
                     end = index + 1
                     break
@@ -184,11 +184,11 @@ class Admission:
 
     def _accept_first(self, block: QueuedBlock, queue: ModelQueue, now: float, busy: float) -> int:
         """Accept the first requests that have room and surely keep their deadlines: see `_sure_seconds`. Returns their number."""
-        places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
+        places, rejection = self._free_places(block.share, block.requests), queue.rejections.get(block.share.tenant)
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
         sure = (counts <= places) & (self._sure_seconds(queue, block, counts, steps, busy) <= block.deadlines - now)
         if rejection is not None:
-            sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
+            sure &= ~rejection.covers(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
         self._count_first(block, queue, end)
         return end
@@ -278,7 +278,7 @@ class Admission:
     ) -> ServiceError | None:
         """Return the error if a request would miss its deadline or the queue is full, None if it is accepted."""
         time_left = request.deadline - now
-        rejection = queue.rejection_of(request.share.tenant)
+        rejection = queue.rejections.get(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return rejection.error()
         if request.sequences > self._free_places(request.share, request.requests):
@@ -300,7 +300,8 @@ class Admission:
             )
         message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
         rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
-        queue.reject(request.share.tenant, rejection)
+        if request.share.tenant in queue.tenants:
+            queue.rejections[request.share.tenant] = rejection
         return rejection.error()
 
     def _queue_full(self, share: Share, count: int) -> Overloaded:

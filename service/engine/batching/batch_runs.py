@@ -20,7 +20,7 @@ from service.engine.batching.running_batches import RunningBatch, RunningBatches
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache, StateMoves, close_handles
-from service.engine.batching.tenant_queue import Piece
+from service.engine.batching.tenant_queue import NO_HANDLE, Piece
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, FinishedBatch
@@ -96,7 +96,7 @@ class BatchRuns(RunningBatches):
         except Exception as error:
             del self._running[batch]
             if moves is not None:
-                self._states.abandon_all(model, moves)
+                self._states.abandon(model, moves, np.flatnonzero(moves.handles != NO_HANDLE))
             self._run_alone(running, before_launch, error)
             return
         if moves is not None:
@@ -253,8 +253,8 @@ class BatchRuns(RunningBatches):
         good = rows
         if len(kept) < len(rows):
             good, bad = np.array(kept, np.int64), np.setdiff1d(rows, kept)
-            states.abandon(model, moves.handles[bad], moves.writes[bad])
-        states.commit(model, moves.handles[good], moves.writes[good], moves.steps[good], ready)
+            states.abandon(model, moves, bad)
+        states.commit(model, moves, good, ready)
         first = 0
         for block in running.whole:
             if block.handles is not None and block.sessions:
