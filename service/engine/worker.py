@@ -13,31 +13,21 @@ import numpy as np
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import QueuedBlock
-from service.engine.batching.stored_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.frontend_channel import FrontendChannel
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
+from service.engine.session_calls import SessionCall, SessionCalls
 from service.engine.trials import TrialReports
 from service.errors import InferenceFailed, ServiceError
 from service.ipc.blocks import ID, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
-from service.ipc.messages.inference import (
-    Backlog,
-    Cancel,
-    EngineStatus,
-    RecordTrace,
-    Release,
-    RequestBlock,
-)
-from service.ipc.messages.message import Done, Message, Refusal, Reply
-from service.ipc.messages.models import ModelKey
-from service.ipc.messages.sessions import EndSession, ExportSession, FindSession, ImportSession, SessionFound
-from service.ipc.messages.store import ReleaseSessions, SessionsLeft
+from service.ipc.messages.inference import Backlog, Cancel, EngineStatus, RecordTrace, Release, RequestBlock
+from service.ipc.messages.message import Done, Message, Refusal
 from service.memory_limit import MemoryLimit, return_freed_memory
 from service.metrics import Metrics
 
@@ -49,7 +39,6 @@ requests would keep the device idle. It reads up to MOST_READ once requests wait
 is not in the queue yet is neither predicted nor refused."""
 IDLE_WORK_SECONDS, SCARCE_SHARE = 1.0, 0.75
 """How often an idle engine checks a known answer and looks at the memory limit, and the share in use from which it returns freed memory."""
-SessionCall = ExportSession | ImportSession | EndSession | FindSession
 
 
 class Worker:
@@ -78,6 +67,7 @@ class Worker:
         self._metrics = metrics
         self._errors = errors
         self._known_answers = KnownAnswers(engine)
+        self._session_calls = SessionCalls(batcher.sessions, errors)
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, FrontendChannel] = {}
         self._store: Channel | None = None
@@ -96,7 +86,7 @@ class Worker:
             Cancel: ("cancel", self._handle_cancel),
             RecordTrace: ("trace", self._handle_record_trace),
             Release: ("release", self._handle_release),
-            **dict.fromkeys(get_args(SessionCall), ("session_call", self._handle_session_call)),
+            **dict.fromkeys(get_args(SessionCall), ("session_call", self._session_calls.handle)),
         }
         """The handler of each message of a frontend, and the metric label of its work."""
         self._memory_limit, self._idle_work_due = MemoryLimit(), 0.0
@@ -188,7 +178,7 @@ class Worker:
                 if handle_control is not None:
                     handle_control(frame, message)
             elif channel is self._store:
-                self._handle_store_frame(channel, frame)
+                self._session_calls.handle_store_frame(channel, frame)
             elif channel in self._frontends:
                 self._handle_frame(self._frontends[channel], frame)
 
@@ -266,14 +256,11 @@ class Worker:
     def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
-        if served:
-            self._count_channel(key, message.sent, message.requests)
+        if served:  # labels of other models would stay for ever
+            waited = max(0.0, time.monotonic() - message.sent)
+            self._metrics.stage_seconds.observe_often(waited, message.requests, *key.labels, "channel")
         divisible = served and self._engine.streams(key)
         self._batcher.submit(QueuedBlock.read(message, frame.tail, frontend, divisible=divisible))
-
-    def _count_channel(self, key: ModelKey, sent: float, requests: int) -> None:
-        """Count the time of requests on their way to this engine. Only for served models: labels of other models would stay for ever."""
-        self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
     def _handle_cancel(self, frontend: FrontendChannel, frame: Frame, message: Cancel) -> None:
         self._batcher.cancel(frontend, frame.id)
@@ -288,56 +275,6 @@ class Worker:
 
     def _handle_release(self, frontend: FrontendChannel, frame: Frame, message: Release) -> None:
         self._models.release(frontend.channel, message.key)
-
-    def _handle_session_call(self, frontend: FrontendChannel, frame: Frame, message: SessionCall) -> None:
-        """Answer a call about one session, as soon as this replica owns the session, or knows that there is none."""
-        stored, refuse = self._batcher.sessions.stored, partial(frontend.send_refusal, frame.id)
-        try:
-            if stored is not None:
-                waiting = Waiting(
-                    lambda: self._answer_session_call(frontend, frame, message),
-                    refuse,
-                    lambda: frontend.channel not in self._frontends,
-                    begins=isinstance(message, ImportSession),
-                )
-                if stored.hold(message.session, waiting):
-                    return
-        except ServiceError as error:
-            refuse(error)
-        else:
-            self._answer_session_call(frontend, frame, message)
-
-    def _answer_session_call(self, frontend: FrontendChannel, frame: Frame, message: SessionCall) -> None:
-        reply: Reply = Done()
-        state = b""
-        sessions = self._batcher.sessions
-        try:
-            match message:
-                case ExportSession(session=session):
-                    state = sessions.export_state(session)
-                case ImportSession(session=session, origin=origin, tensors=tensors, session_limit=limit):
-                    sessions.import_state(session, origin, tensors, frame.tail, limit)
-                case FindSession(session=session):
-                    reply = SessionFound(sessions.model_of(session))
-                case EndSession(session=session):
-                    sessions.end(session)
-        except ServiceError as error:
-            reply = Refusal.of(error)
-        frontend.send(frame.id, encode(reply, frame.id, (state,)))
-
-    # Messages of the session store.
-
-    def _handle_store_frame(self, channel: Channel, frame: Frame) -> None:
-        stored = self._batcher.sessions.stored
-        assert stored is not None
-        try:
-            if isinstance(frame.message, ReleaseSessions):
-                left = stored.release_some(frame.message.limit)
-                channel.send(encode(SessionsLeft(left), frame.id))
-            elif not isinstance(frame.message, Cancel):
-                stored.handle(frame.message, frame.tail)
-        except Exception as error:
-            self._errors.report("store", error)
 
     # Answers.
 

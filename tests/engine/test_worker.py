@@ -84,6 +84,7 @@ class WorkerHarness:
             cancel_owner=lambda *_: None,
             watch=lambda *_: None,
             step=self.step,
+            sessions=None,
         )
         self.batcher = batcher
         models = ModelLoader(self.engine, batcher, self._prepared, Log("worker"))

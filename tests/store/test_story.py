@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.batching.stored_sessions import Waiting
+from service.engine.batching.taken_sessions import Waiting
 from service.errors import Overloaded, ServiceError, SessionLost
 from service.ipc.messages.store import SessionTaken, TakeOutcome
 from tests.engine.batching.harness import BatcherHarness, FakeClient

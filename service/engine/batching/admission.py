@@ -7,7 +7,7 @@ Pure: the time is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -80,24 +80,22 @@ class Admission:
 
     def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
         """Queue the requests of a block, as if each arrived alone, in turn. Returns the refused requests."""
-        model = block.model
-        queue = self._queue(model)
+        model, tenant = block.model, block.share.tenant
+        queue = self._queues.get(model) or ModelQueue(model, self._cost(model), self._used)
         queue.divisible = block.divisible
         block.arrive(now, self._arrivals, queue.cost)
         self._arrivals += block.requests
+        refused: list[tuple[Sequence[int], ServiceError]] = []
         is_alone = block.requests == 1 and not busy and not self._queues
         has_room = block.sequences <= self._free_places(block.share, block.requests)
-        if has_room and (is_alone or self._surely_in_time(queue, block, now, busy)):
+        in_time = is_alone or self._sure_seconds(queue, block, block.sequences, block.steps, busy) <= block.deadline - now
+        if has_room and in_time and queue.rejections.get(tenant) is None:
             self._count(queue, block)
-            queue.tenants[block.share.tenant].arrived.append(block)
-            return []
-        error = self._refusal_of_all(block, queue, now)
-        if error is not None:
-            return [RefusedRequests(block.ids, error)]
-        refused = self._accept(block, queue, now, busy)
+        else:
+            refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
-            queue.tenants[left.share.tenant].arrived.append(left)
+            queue.tenants[tenant].arrived.append(left)
         return _by_reason(block, refused)
 
     def holds(self, model: ModelKey) -> bool:
@@ -115,11 +113,6 @@ class Admission:
         return sum(self._seconds(queue, queue.count, queue.steps) for queue in self._queues.values())
 
     # Arrivals.
-
-    def _queue(self, model: ModelKey) -> ModelQueue:
-        """Return the queue of a model, or a new one, which `_count` will keep."""
-        queue = self._queues.get(model)
-        return ModelQueue(model, self._cost(model), self._used) if queue is None else queue
 
     def _count(self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock) -> None:
         """Count a request that is queued."""
@@ -140,23 +133,27 @@ class Admission:
     ) -> list[tuple[Sequence[int], ServiceError]]:
         """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
         tenant = block.share.tenant
-        if block.requests == 1:
-            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, block))
-            return [] if error is None else [([0], error)]
         refused: list[tuple[Sequence[int], ServiceError]] = []
-        work, begin = WorkByDue(queue, block), self._accept_first(block, queue, now, busy)
+        work = WorkByDue(queue, block)
+        if block.requests == 1:
+            error = self._accept_one(block, 0, queue, now, busy, work)
+            return [] if error is None else [([0], error)]
+        begin = self._accept_first(block, queue, now, busy)
         work.accept(slice(begin))
         time_left = block.deadlines - now
         while begin < block.requests:
             # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
-            rejection, end = queue.rejection_of(tenant), block.requests
+            rejection, end = queue.rejections.get(tenant), block.requests
             covered = np.zeros(end - begin, bool)
             if rejection is not None:
-                covered = rejection.covers_each(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
+                covered = rejection.covers(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
             uncovered = begin + np.flatnonzero(~covered)
             for place in range(len(uncovered)):
                 if self._free_places(block.share) < 1:
-                    refused += self._refused_by_full_queue(block, uncovered[place:])
+                    full = {
+                        count: self._queue_full(block.share, count) for count in set(block.counts[uncovered[place:]].tolist())
+                    }
+                    refused += [([index], full[block.counts[index]]) for index in uncovered[place:].tolist()]
                     break
                 index = int(uncovered[place])
                 error = self._accept_one(block, index, queue, now, busy, work)
@@ -164,7 +161,7 @@ class Admission:
                     work.accept(index)
                     continue
                 refused.append(([index], error))
-                if queue.rejection_of(tenant) is not rejection:
+                if queue.rejections.get(tenant) is not rejection:
                     # The new rejection may cover the requests behind it.
                     end = index + 1
                     break
@@ -177,10 +174,8 @@ class Admission:
         self, block: QueuedBlock, index: int, queue: ModelQueue, now: float, busy: float, work: WorkByDue
     ) -> ServiceError | None:
         """Accept one request of a block and count it as queued, or return the error."""
-        count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
-        if block.requests > 1:
-            count, steps, longest = block.sizes[index].tolist()
-            deadline = float(block.deadlines[index])
+        count, steps, longest = block.sizes[index].tolist()
+        deadline = float(block.deadlines[index])
         request = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start)
         error = self._refusal(queue, request, float(block.due[index]), now, busy, work)
         if error is None:
@@ -188,18 +183,12 @@ class Admission:
         return error
 
     def _accept_first(self, block: QueuedBlock, queue: ModelQueue, now: float, busy: float) -> int:
-        """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
-        places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
-        if block.sequences == block.requests and rejection is None:
-            # Usually the requests that have room surely keep even the earliest deadline, with the steps of the whole block.
-            end = max(0, min(places, block.requests))
-            if self._sure_seconds(queue, block, end, block.steps, busy) <= block.deadline - now:
-                self._count_first(block, queue, end)
-                return end
+        """Accept the first requests that have room and surely keep their deadlines: see `_sure_seconds`. Returns their number."""
+        places, rejection = self._free_places(block.share, block.requests), queue.rejections.get(block.share.tenant)
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
         sure = (counts <= places) & (self._sure_seconds(queue, block, counts, steps, busy) <= block.deadlines - now)
         if rejection is not None:
-            sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
+            sure &= ~rejection.covers(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
         self._count_first(block, queue, end)
         return end
@@ -211,26 +200,6 @@ class Admission:
             longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
             first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
             self._count(queue, first)
-
-    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue, now: float) -> ServiceError | None:
-        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
-        rejection = queue.rejection_of(block.share.tenant)
-        if rejection is None:
-            full = block.sequences == block.requests and self._free_places(block.share) < 1
-            return self._queue_full(block.share, 1) if full else None
-        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
-        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
-
-    def _refused_by_full_queue(
-        self, block: QueuedBlock, indices: NDArray[np.int64]
-    ) -> Iterator[tuple[Sequence[int], ServiceError]]:
-        """Yield the indices of these requests, with their error, by the number of their sequences."""
-        if block.sequences == block.requests:
-            yield indices.tolist(), self._queue_full(block.share, 1)
-            return
-        counts = block.sizes[indices, SEQUENCES]
-        for count in np.unique(counts).tolist():
-            yield indices[counts == count].tolist(), self._queue_full(block.share, count)
 
     # Predictions.
 
@@ -271,14 +240,6 @@ class Admission:
         works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
         return sum([work.count - work.begun for work in works])
 
-    def _surely_in_time(self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock, now: float, busy: float) -> bool:
-        """Return whether a request keeps its deadline even if everything in the queue is due before it."""
-        time_left = request.deadline - now
-        rejection = queue.rejection_of(request.share.tenant)
-        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
-            return False
-        return self._sure_seconds(queue, request, request.sequences, request.steps, busy) <= time_left
-
     def _sure_seconds(
         self,
         queue: ModelQueue,
@@ -309,7 +270,7 @@ class Admission:
     def _refusal(
         self,
         queue: ModelQueue,
-        request: ArrivingRequest | QueuedBlock,
+        request: ArrivingRequest,
         due: float,
         now: float,
         busy: float,
@@ -317,13 +278,15 @@ class Admission:
     ) -> ServiceError | None:
         """Return the error if a request would miss its deadline or the queue is full, None if it is accepted."""
         time_left = request.deadline - now
-        rejection = queue.rejection_of(request.share.tenant)
+        rejection = queue.rejections.get(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return rejection.error()
         if request.sequences > self._free_places(request.share, request.requests):
             return self._queue_full(request.share, request.sequences)
-        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
+        if not busy and not self._queues:
             return None
+        if self._sure_seconds(queue, request, request.sequences, request.steps, busy) <= time_left:
+            return None  # even if everything in the queue is due before it
         expected = busy + self._expected_seconds(queue, request, due, work)
         # Until the due time, later arrivals may take this request's place in a full batch.
         full = queue.count >= self._limits.max_batch_sequences
@@ -337,7 +300,8 @@ class Admission:
             )
         message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
         rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
-        queue.reject(request.share.tenant, rejection)
+        if request.share.tenant in queue.tenants:
+            queue.rejections[request.share.tenant] = rejection
         return rejection.error()
 
     def _queue_full(self, share: Share, count: int) -> Overloaded:
@@ -351,9 +315,7 @@ class Admission:
             )
         return Overloaded(message, retry_after=1)
 
-    def _expected_seconds(
-        self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock, due: float, work: WorkByDue
-    ) -> float:
+    def _expected_seconds(self, queue: ModelQueue, request: ArrivingRequest, due: float, work: WorkByDue) -> float:
         """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
 
         Each other tenant adds its queued work, but at most what its weight allows. Each other model adds its queued work, but at most as

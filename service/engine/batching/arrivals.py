@@ -14,7 +14,7 @@ from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import close_handles
-from service.engine.batching.stored_sessions import Waiting
+from service.engine.batching.taken_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError
 
@@ -133,11 +133,10 @@ class Arrivals:
 
     def _session_of(self, block: QueuedBlock, index: int) -> Session | None:
         """Return the session that a chunk starts or continues, None if the chunk waits for the session store; raises ServiceError."""
-        chunk, stored = _chunk(block, index), self._sessions.stored
+        chunk = _chunk(block, index)
         if block.sequences != block.requests:
             raise InvalidInput(f"{block.counts[index]} inputs for one session: send its chunks one by one", field="inputs")
-        if stored is not None and stored.hold(chunk.session, self._waiting(block, index, chunk)):
-            self._held[block.owner, block.ids[index]] = None
+        if self._hold(block, index, chunk):
             return None
         old = self._table.find(chunk.session)
         if old is None and not chunk.options.opens:
@@ -160,9 +159,9 @@ class Arrivals:
             return False
         return chunk.at != int(self._states.steps[session.handle])
 
-    def _waiting(self, block: QueuedBlock, index: int, chunk: ArrivingChunk) -> Waiting:
-        """Return a chunk as work that may wait for its session."""
-        request = block.owner, block.ids[index]
+    def _hold(self, block: QueuedBlock, index: int, chunk: ArrivingChunk) -> bool:
+        """Keep a chunk until this replica owns its session. Returns False if it can be queued now. Raises Overloaded."""
+        stored, request, waits = self._sessions.stored, (block.owner, block.ids[index]), False
 
         def proceed() -> None:
             del self._held[request]
@@ -172,15 +171,19 @@ class Arrivals:
             del self._held[request]
             self._refuse(block, index, error)
 
-        return Waiting(
-            proceed,
-            refuse,
-            lambda: request not in self._held,
-            chunk.options.limit,
-            begins=chunk.options.starts is not False and not chunk.at,
-            anew=chunk.options.starts is True,
-            is_chunk=True,
-        )
+        if stored is None:
+            return False
+        begins, anew = chunk.options.starts is not False and not chunk.at, chunk.options.starts is True
+        self._held[request] = None  # the store is asked only for work that has not ended
+        try:
+            waiting = Waiting(
+                proceed, refuse, lambda: request not in self._held, chunk.options.limit, begins, anew, is_chunk=True
+            )
+            waits = stored.hold(chunk.session, waiting)
+        finally:
+            if not waits:
+                del self._held[request]
+        return waits
 
 
 def _chunk(block: QueuedBlock, index: int) -> ArrivingChunk:

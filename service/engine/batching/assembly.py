@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from service.engine.batching.request_block import QueuedBlock
+from service.engine.batching.state_cache import StateCache
+from service.engine.batching.tenant_queue import Piece
 from service.engine.execution.in_flight import BlockResult
 from service.ipc.blocks import COUNT
 from service.ipc.messages.inference import MAX_RUNS, BatchRun
@@ -36,6 +38,17 @@ class Assembly:
         self._results: dict[int, list[BlockResult]] = {row: [] for row in self._sequences}
         self._incomplete = len(self._sequences)
         self._runs: list[BatchRun] = []
+
+    def block_of(self, piece: Piece, states: StateCache) -> QueuedBlock:
+        """Return a piece as a block, with the state handle of its sequence: its own, or a new one if other pieces follow."""
+        block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps)
+        handle = self.handles.get(piece.sequence)
+        if handle is None and not (piece.done == 0 and piece.last):
+            handle = self.handles[piece.sequence] = states.open()
+            self.owned.append(handle)
+        if handle is not None:
+            block.handles = np.array([handle])
+        return block
 
     def add(self, sequence: int, result: BlockResult, *, last: bool) -> bool:
         """Add the result of a piece. Returns whether the request is complete. The pieces of a sequence end in their order."""

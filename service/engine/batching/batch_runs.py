@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -16,12 +15,12 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch
 from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
-from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
+from service.engine.batching.request_block import BlockRequest, QueuedBlock
+from service.engine.batching.running_batches import RunningBatch, RunningBatches
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
-from service.engine.batching.session_table import Session
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache, StateMoves, close_handles
-from service.engine.batching.tenant_queue import Piece
+from service.engine.batching.tenant_queue import NO_HANDLE, Piece
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, FinishedBatch
@@ -37,27 +36,8 @@ BeforeLaunch = Callable[[Batch], None]
 Flags = NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class _RunningBatch:
-    """A batch in flight.
-
-    pieces: its last blocks, each with the request that it belongs to. moves: of the states of the others, None without states.
-    withdrawn: the ids of requests that nothing waits for any more, by block.
-    """
-
-    batch: Batch
-    pieces: Sequence[tuple[Assembly, Piece]]
-    moves: StateMoves | None = None
-    withdrawn: dict[QueuedBlock, set[int]] = field(default_factory=dict)
-
-    @property
-    def whole(self) -> Sequence[QueuedBlock]:
-        """Return the blocks of the requests that run as a whole."""
-        return self.batch.blocks[: len(self.batch.blocks) - len(self.pieces)]
-
-
-class BatchRuns:
-    """The batches in flight. refuse: the batcher's; it refuses a request and counts it."""
+class BatchRuns(RunningBatches):
+    """Launches batches, and answers their requests."""
 
     def __init__(
         self,
@@ -68,20 +48,14 @@ class BatchRuns:
         metrics: Metrics,
         clock: Callable[[], float],
         errors: InternalErrors,
-        refuse: Callable[[QueuedBlock, int, ServiceError], None],
     ) -> None:
+        super().__init__(states, sessions)
         self._engine = engine
         self._scheduler = scheduler
-        self._states = states
-        self._sessions = sessions
         self._metrics = metrics
         self._clock = clock
         self._errors = errors
-        self._refuse = refuse
         self.observer: LaunchObserver | None = None
-        self._running: dict[Batch, _RunningBatch] = {}
-        self._assemblies: dict[BlockRequest, Assembly] = {}
-        """The requests that have run in part, by their block in the queue."""
 
     # Launches.
 
@@ -90,7 +64,7 @@ class BatchRuns:
         formed = self._clock()
         self._count_queued(scheduled, formed)
         pieces = [(self._assembly(piece), piece) for piece in scheduled.pieces]
-        blocks = [*scheduled.blocks, *[_piece_block(assembly, piece, self._states) for assembly, piece in pieces]]
+        blocks = [*scheduled.blocks, *[assembly.block_of(piece, self._states) for assembly, piece in pieces]]
         self._run(scheduled.model, blocks, pieces, before_launch, formed)
 
     def _run(
@@ -101,17 +75,17 @@ class BatchRuns:
         before_launch: BeforeLaunch,
         formed: float = math.inf,
     ) -> None:
-        """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see _RunningBatch."""
+        """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see RunningBatch."""
         try:
             moves = self._states.prepare(model, blocks, len(pieces))
         except DeviceLost:
             raise
         except Exception as error:
-            self._run_alone(_RunningBatch(Batch(model, blocks), pieces), before_launch, error)
+            self._run_alone(RunningBatch(Batch(model, blocks), pieces), before_launch, error)
             return
         since = min(map(ARRIVED_OF, blocks)) if formed < math.inf else math.inf
         batch = Batch(model, blocks, since, formed, *(() if moves is None else (moves.reads, moves.writes)))
-        running = self._running[batch] = _RunningBatch(batch, pieces, moves)
+        running = self._running[batch] = RunningBatch(batch, pieces, moves)
         if self.observer is not None and formed < math.inf:
             self.observer(batch, [block.arrived for block in blocks for _ in range(block.sequences)])
         before_launch(batch)
@@ -122,13 +96,13 @@ class BatchRuns:
         except Exception as error:
             del self._running[batch]
             if moves is not None:
-                self._states.abandon_all(model, moves)
+                self._states.abandon(model, moves, np.flatnonzero(moves.handles != NO_HANDLE))
             self._run_alone(running, before_launch, error)
             return
         if moves is not None:
             self._states.advance(model, moves, len(pieces))
 
-    def _run_alone(self, failed: _RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
+    def _run_alone(self, failed: RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
         """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""
         batch = failed.batch
         self._end_withdrawn(failed)
@@ -161,15 +135,17 @@ class BatchRuns:
         assembly = self._assembly(pieces[0])
         for piece in pieces:
             if not assembly.ended:
-                self._run(block.model, [_piece_block(assembly, piece, self._states)], [(assembly, piece)], before_launch)
+                self._run(block.model, [assembly.block_of(piece, self._states)], [(assembly, piece)], before_launch)
 
-    def _refuse_failed(self, failed: _RunningBatch, error: Exception) -> None:
+    def _refuse_failed(self, failed: RunningBatch, error: Exception) -> None:
         """Refuse the only request of a failed batch, unless nothing waits for it."""
         [block] = failed.batch.blocks
         if failed.pieces:
             [(assembly, _)] = failed.pieces
             if not assembly.ended:
-                self._fail_assembly(assembly, self._launch_error(block.model, error))
+                self._scheduler.drop_request(block.owner, block.ids[0])
+                block.owner.refuse(block.ids, self._launch_error(block.model, error))
+                self.leave(*assembly.key)
         elif not failed.withdrawn:
             block.owner.refuse(block.ids, self._launch_error(block.model, error))
             self.leave(block, 0)
@@ -271,15 +247,14 @@ class BatchRuns:
             failed += [(block, index) for index in range(block.requests) if index not in bad]
         return []
 
-    def _keep(self, running: _RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
+    def _keep(self, running: RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
         """Keep the states that answered requests have written, and drop the others."""
         states, model, rows = self._states, running.batch.model, moves.rows
         every = len(kept) == len(moves.handles[rows])
         good = rows if every else np.array(kept, np.int64)
         if not every:
-            bad = np.setdiff1d(np.arange(len(moves.handles))[rows], kept)
-            states.abandon(model, moves.handles[bad], moves.writes[bad])
-        states.commit(model, moves.handles[good], moves.writes[good], moves.steps[good], ready)
+            states.abandon(model, moves, np.setdiff1d(np.arange(len(moves.handles))[rows], kept))
+        states.commit(model, moves, good, ready)
         first = 0
         for block in running.whole:
             if block.handles is not None and block.sessions:
@@ -319,103 +294,3 @@ class BatchRuns:
             self._sessions.answered(whole, handles.tolist())
         else:
             self.leave(*assembly.key)
-
-    # Requests that end without an answer.
-
-    def leave(self, block: QueuedBlock, index: int) -> None:
-        """Free the states of a request that has left the queue, and tell its session."""
-        assembly = self._assemblies.get((block, index))
-        if assembly is not None:
-            self._end_assembly(assembly)
-        if block.handles is not None:
-            if block.sessions:
-                self._sessions.skip(block, index)
-            else:
-                close_handles(self._states, block, index)
-
-    def has_begun(self, block: QueuedBlock, index: int) -> bool:
-        """Return whether a request of the queue has run in part."""
-        return (block, index) in self._assemblies
-
-    def cancel(self, owner: BlockOwner, id: int) -> bool:
-        """Forget a request of which nothing is in the queue. Returns whether it was there. Its states are free when its batch ends."""
-        for running in self._running.values():
-            for block in running.whole:
-                if block.owner is owner and id in block.ids and id not in running.withdrawn.get(block, ()):
-                    self._withdraw(running, block, id)
-                    if block.sessions:
-                        self._sessions.skip(block, block.ids.index(id))
-                    return True
-        for key, assembly in self._assemblies.items():
-            if assembly.whole.owner is owner and assembly.whole.ids == [id]:
-                self.leave(*key)
-                return True
-        return False
-
-    def cancel_owner(self, owner: BlockOwner) -> int:
-        """Forget the requests with states of an owner of which nothing is in the queue. Returns their number."""
-        in_blocks = [block for running in self._running.values() for block in running.whole if block.handles is not None]
-        ids = [id for block in in_blocks if block.owner is owner for id in block.ids]
-        ids += [assembly.whole.ids[0] for assembly in self._assemblies.values() if assembly.whole.owner is owner]
-        return sum([self.cancel(owner, id) for id in ids])
-
-    def withdraw_chunks(self, session: Session, after: int, queued: Sequence[BlockRequest]) -> list[BlockRequest]:
-        """Forget the chunks of a session that arrived behind the request with this place among all arrivals.
-
-        queued: those that were in the queue. Returns the others.
-        """
-        chunks: list[BlockRequest] = []
-        for running in self._running.values():
-            for block in running.whole:
-                if block.sessions and block.handles is not None:
-                    for index in np.flatnonzero((block.handles == session.handle) & (block.orders > after)).tolist():
-                        if block.ids[index] not in running.withdrawn.get(block, ()):
-                            self._withdraw(running, block, block.ids[index])
-                            chunks.append((block, index))
-        for key, assembly in list(self._assemblies.items()):
-            block, index = key
-            of_session = block.sessions and block.handles is not None and block.handles[index] == session.handle
-            if of_session and arrival_of(key) > after:
-                self._end_assembly(assembly)
-                chunks += [] if key in queued else [key]
-        return chunks
-
-    def _withdraw(self, running: _RunningBatch, block: QueuedBlock, id: int) -> None:
-        running.withdrawn.setdefault(block, set()).add(id)
-        if block.sessions:
-            self._states.add_withdrawn(block.model, 1)
-
-    def _end_withdrawn(self, running: _RunningBatch) -> None:
-        """Note the end of a batch for its requests that nothing waits for."""
-        for block, ids in running.withdrawn.items():
-            if block.sessions:
-                self._states.add_withdrawn(block.model, -len(ids))
-
-    def _fail_assembly(self, assembly: Assembly, error: ServiceError) -> None:
-        """Refuse a request of which a piece has failed."""
-        whole = assembly.whole
-        self._scheduler.drop_request(whole.owner, whole.ids[0])
-        whole.owner.refuse(whole.ids, error)
-        self.leave(*assembly.key)
-
-    def _end_assembly(self, assembly: Assembly) -> None:
-        """Forget what has run of a request."""
-        del self._assemblies[assembly.key]
-        assembly.ended = True
-        whole = assembly.whole
-        for handle in assembly.owned:
-            self._states.close(whole.model, handle)
-        if whole.sessions and whole.handles is not None:
-            self._states.give_up(whole.model, int(whole.handles[0]))
-
-
-def _piece_block(assembly: Assembly, piece: Piece, states: StateCache) -> QueuedBlock:
-    """Return a piece as a block, with the state handle of its sequence: its own, or a new one if other pieces follow."""
-    block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps)
-    handle = assembly.handles.get(piece.sequence)
-    if handle is None and not (piece.done == 0 and piece.last):
-        handle = assembly.handles[piece.sequence] = states.open()
-        assembly.owned.append(handle)
-    if handle is not None:
-        block.handles = np.array([handle])
-    return block

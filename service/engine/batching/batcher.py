@@ -31,10 +31,6 @@ WITHOUT_STEPS = "a request needs at least one sequence, and every sequence at le
 LATE = "the deadline had passed when the request reached the engine: allow more time"
 
 
-def _ignore(batch: Batch) -> None:
-    pass
-
-
 class Batcher:
     """The requests of one engine, from their arrival to their reply. `sessions` has the calls that concern sessions alone."""
 
@@ -59,7 +55,7 @@ class Batcher:
         self._metrics = metrics
         self._clock = clock
         self._errors = errors
-        self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors, self._refuse)
+        self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors)
 
     @property
     def waiting(self) -> int:
@@ -147,7 +143,7 @@ class Batcher:
 
     # Batches.
 
-    def step(self, before_launch: Callable[[Batch], None] = _ignore) -> bool:
+    def step(self, before_launch: Callable[[Batch], None] = lambda _: None) -> bool:
         """Launch the next batch if the engine accepts one, and reply to the requests that are complete.
 
         Calls `before_launch` with each batch. Returns whether a batch was launched.

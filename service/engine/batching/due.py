@@ -8,7 +8,6 @@ the request is answered with its last sequence. A request with little time befor
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,10 @@ GRAIN_SECONDS = 2**-10
 """Allowances are multiples of this. Finer differences gain nothing, and would cut every block that waits."""
 
 
-def allowance(cost: Cost, longest: int, seconds_left: float) -> float:
-    """Return how long after its arrival a request is due. longest: steps of its longest sequence; seconds_left: until its deadline."""
-    alone = cost.of(longest, longest)
-    longest_allowance = max(0.0, min(STRETCH * (alone - cost.fixed), seconds_left - SLACK * alone))
-    return GRAIN_SECONDS * math.floor(longest_allowance / GRAIN_SECONDS)
-
-
-def allowances(cost: Cost, longest: NDArray[Any], seconds_left: NDArray[Any]) -> NDArray[np.float64]:
-    """Return `allowance` of many requests."""
+def allowance(cost: Cost, longest: NDArray[Any], seconds_left: NDArray[Any]) -> NDArray[np.float64]:
+    """Return how long after their arrival requests are due. longest: steps of the longest sequence; seconds_left: until the deadline."""
     alone = cost.of(longest, longest)  # type: ignore[arg-type]
-    longest_allowances = np.maximum(0.0, np.minimum(STRETCH * (alone - cost.fixed), seconds_left - SLACK * alone))
-    return GRAIN_SECONDS * np.floor(longest_allowances / GRAIN_SECONDS)
+    longest_allowance: NDArray[np.float64] = np.maximum(
+        0.0, np.minimum(STRETCH * (alone - cost.fixed), seconds_left - SLACK * alone)
+    )
+    return GRAIN_SECONDS * np.floor(longest_allowance / GRAIN_SECONDS)

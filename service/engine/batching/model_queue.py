@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.tenant_queue import LEFT, Rejection, TenantQueue
@@ -19,6 +17,7 @@ class ModelQueue:
     """The queued requests of one model.
 
     count, steps: of all sequences, and of their steps that are left. tenants: the same by tenant.
+    rejections: the last rejection of each tenant since the last batch. It rejects similar requests at little cost.
     longest: no sequence that has been queued had more steps.
     divisible: whether several batches may share the steps of a sequence.
     used: seconds that the model's batches have taken, on the scheduler's account.
@@ -34,20 +33,8 @@ class ModelQueue:
     longest: int = 0
     divisible: bool = True
     tenants: dict[str, TenantQueue] = field(default_factory=dict)
+    rejections: dict[str, Rejection] = field(default_factory=dict)
     reach: float = 0.0
-
-    def forget_rejections(self) -> None:
-        for tenant_queue in self.tenants.values():
-            tenant_queue.rejection = None
-
-    def rejection_of(self, tenant: str) -> Rejection | None:
-        work = self.tenants.get(tenant)
-        return None if work is None else work.rejection
-
-    def reject(self, tenant: str, rejection: Rejection) -> None:
-        """Keep a rejection while its tenant has work here: most of the following requests can then be rejected at little cost."""
-        if tenant in self.tenants:
-            self.tenants[tenant].rejection = rejection
 
     def count_work(self, tenant: str, count: int, steps: int, begun: int = 0) -> None:
         """Count added sequences of a tenant; negative for removed sequences. begun: change in the number that have begun."""
@@ -85,14 +72,11 @@ class ModelQueue:
 
 
 class WorkByDue:
-    """The queued work of one tenant and model while a block arrives, to count what is due after some time.
-
-    The queue is put in order at the first count, and no more than once for all requests of a block.
-    """
+    """The queued work of one tenant and model while a block arrives, to count what is due after some time."""
 
     def __init__(self, queue: ModelQueue, block: QueuedBlock) -> None:
         """block: the arriving block. `accept` counts its requests as queued."""
-        self._tenant_queue = queue.tenants.get(block.share.tenant)
+        self._queued = queue.tenants.get(block.share.tenant)
         self._block = block
         # Floating point, because a product of integers is slow.
         self._accepted = np.zeros((block.requests, 2))
@@ -103,20 +87,8 @@ class WorkByDue:
 
     def later(self, due: float) -> tuple[int, int]:
         """Return how many sequences are due after this time, and their remaining steps."""
-        in_order, later = self._later
-        first = int(in_order.searchsorted(due, side="right"))
-        counts, steps = len(in_order) - first, int(later[first])
-        if self._block.requests == 1:
-            return counts, steps
-        accepted_counts, accepted_steps = ((self._block.due > due).astype(float) @ self._accepted).tolist()
-        return counts + int(accepted_counts), steps + int(accepted_steps)
-
-    @cached_property
-    def _later(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the due times of the queued sequences in order, and the steps from each to the last, (sequences + 1,)."""
-        if self._tenant_queue is None:
-            return np.empty(0), np.zeros(1, np.int64)
-        left = self._tenant_queue.table()[:, LEFT]
-        later = np.zeros(len(left) + 1, np.int64)
-        later[:-1] = left[::-1].cumsum()[::-1]
-        return self._tenant_queue.due(), later
+        counts, steps = ((self._block.due > due).astype(float) @ self._accepted).astype(int).tolist()
+        if self._queued is not None:
+            left = self._queued.table()[self._queued.due().searchsorted(due, side="right") :, LEFT]
+            counts, steps = counts + len(left), steps + int(left.sum())
+        return counts, steps

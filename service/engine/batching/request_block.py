@@ -7,7 +7,7 @@ with a state handle. The columns are the bytes in which the frontend sent them. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
+from service.engine.batching.due import HEAD_START_SECONDS, allowance
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
@@ -135,9 +135,7 @@ class QueuedBlock:
         """Return when each request is due."""
         start = self.arrived - self.head_start
         assert self._cost is not None, "the block has arrived"
-        if self.requests == 1:
-            return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
-        return start + allowances(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
+        return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
 
     @cached_property
     def counts(self) -> NDArray[np.int32]:
@@ -197,13 +195,11 @@ class QueuedBlock:
                 _parts(columns.lengths, sequences, self.sequences),
                 _parts(columns.values, steps, self.steps),
                 _parts(columns.states, sequences, self.sequences),
-            )
+            ),
+            sessions=[self.sessions[index] for index in indices] if self.sessions else (),
+            at=[self.at[index] for index in indices] if self.at else (),
+            handles=None if self.handles is None else np.concatenate([self.handles[first:end] for first, end in sequences]),
         )
-        if self.sessions:
-            block.sessions = [self.sessions[index] for index in indices]
-            block.at = [self.at[index] for index in indices] if self.at else ()
-        if self.handles is not None:
-            block.handles = np.concatenate([self.handles[first:end] for first, end in sequences])
         block.arrive(self.arrived, int(self.orders[indices[0]]), self._cost)
         block._orders = self.orders[indices]
         return block
@@ -227,28 +223,18 @@ class QueuedBlock:
                 np.ones(1, COUNT).tobytes(),
                 np.full(1, steps, COUNT).tobytes(),
                 _parts(columns.values, [(begin, begin + steps)], self.steps),
-            )
+            ),
+            sessions=(),
+            at=(),
+            handles=None,
         )
 
-    def _with(self, columns: Columns) -> QueuedBlock:
-        """Return a block of some of the work of this block."""
+    def _with(self, columns: Columns, **of_requests: Any) -> QueuedBlock:
+        """Return a block of some of the work of this block. of_requests: what differs by request."""
         lengths = np.frombuffer(columns.lengths, COUNT).tolist()
-        block = QueuedBlock(
-            self.model,
-            columns,
-            steps=sum(lengths),
-            shortest=min(lengths),
-            longest=max(lengths),
-            deadline=min(np.frombuffer(columns.deadlines, DEADLINE).tolist()),
-            priority=self.priority,
-            returns=self.returns,
-            share=self.share,
-            divisible=self.divisible,
-            owner=self.owner,
-            timed=self.timed,
-            options=self.options,
-            arrived=self.arrived,
-        )
+        totals = {"steps": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
+        deadline = min(np.frombuffer(columns.deadlines, DEADLINE).tolist())
+        block = replace(self, columns=columns, deadline=deadline, **totals, **of_requests)
         block.lengths = lengths
         return block
 

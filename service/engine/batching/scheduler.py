@@ -122,7 +122,7 @@ class Scheduler(Admission):
         """Choose the model that runs next and the part of its queue that runs. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
-            queue.forget_rejections()
+            queue.rejections.clear()
             queue.cost = self._cost(model)
             batch = self._take(queue)
             if batch.rows:
@@ -225,7 +225,7 @@ class Scheduler(Admission):
         self.begun -= begun
         self.waiting -= len(rows) - begun
         queue.count_work(dropped[0][0].share.tenant, -len(rows), -steps, -begun)
-        queue.forget_rejections()
+        queue.rejections.clear()
         if not queue.count:
             del self._queues[queue.model]
         return dropped

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +41,12 @@ class SchedulerLimits:
     batch_seconds: float
 
 
-class Selection(NamedTuple):
-    """The sequences that a batch takes, by their place in the table, and how many steps of each."""
-
-    places: Array
-    steps: Array
-
-
-def select(table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float, room: int, *, divisible: bool) -> Selection:
+def select(
+    table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float, room: int, *, divisible: bool
+) -> tuple[Array, Array]:
     """Take sequences in order until the batch is full. The first is always taken, if there is room for its state.
+
+    Returns their places in the table, and how many steps of each.
 
     table: the sequences that may run, in their order, as in TenantQueue.
     max_seconds: limit of the predicted time of a batch, unless single sequences take about as long.
@@ -85,7 +81,7 @@ def select(table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float
         delays[:1] = False
         place = int(delays.argmax()) if delays.any() else len(delays)
         if divisible or place > end or place == len(delays):
-            return Selection(window[:end], taken[:end])
+            return window[:end], taken[:end]
         # So would every sequence behind it that is as long.
         places = places[(np.arange(len(places)) < place) | (steps[places] < taken[place])]
 

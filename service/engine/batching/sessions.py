@@ -232,10 +232,6 @@ class Sessions:
         else:
             self._table.lose(session, reason)
 
-    def let_go(self, session: Session) -> None:
-        """Close a session that the session store has, so that another replica may continue it."""
-        self._table.close(session, "moved")
-
     def holds(self, key: ModelKey) -> bool:
         """Return whether a session of this model version is open."""
         return bool(self._table.of(key))

@@ -196,22 +196,19 @@ class StateCache:
             raise
         slots.busy += len(handles) - int(np.count_nonzero(were_busy))
 
-    def commit(self, model: ModelKey, handles: Numbers, writes: Numbers, steps: Numbers, now: float) -> None:
-        """Give handles the states that a batch has written for answered requests. steps: of their sessions now."""
+    def commit(self, model: ModelKey, moves: StateMoves, rows: Numbers, now: float) -> None:
+        """Keep the states that a batch has written in these rows, for answered requests."""
+        handles = moves.handles[rows]
         self._end_writing(model, handles, self.slots[handles])
-        self.slots[handles], self.steps[handles] = writes, steps
+        self.slots[handles], self.steps[handles] = moves.writes[rows], moves.steps[rows]
         self.last_use[handles] = now
 
-    def abandon(self, model: ModelKey, handles: Numbers, writes: Numbers) -> None:
-        """Drop the states that a batch has written: the handles are as before it."""
+    def abandon(self, model: ModelKey, moves: StateMoves, rows: Numbers) -> None:
+        """Drop the states that a batch has written in these rows: the handles are as before it."""
+        handles = moves.handles[rows]
         begun = np.array([handle in self._begun for handle in handles.tolist()], bool)
-        self._end_writing(model, handles[~begun], writes)
+        self._end_writing(model, handles[~begun], moves.writes[rows])
         self._slots_of(model).writing -= int(np.count_nonzero(begun))
-
-    def abandon_all(self, model: ModelKey, moves: StateMoves) -> None:
-        """Drop all states that a failed batch may have written."""
-        rows = moves.handles != NO_HANDLE
-        self.abandon(model, moves.handles[rows], moves.writes[rows])
 
     def _end_writing(self, model: ModelKey, handles: Numbers, freed: Numbers) -> None:
         slots = self._slots_of(model)

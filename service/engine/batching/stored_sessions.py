@@ -1,108 +1,28 @@
-"""The sessions of one engine in the session store: how they come here, how they are saved, and how they go to other replicas.
+"""The sessions of one engine in the session store: how they are saved, and how they go to other replicas.
 
-Work for a session that is not open here waits until this replica owns the session, or knows that there is none. A session that another
-replica needs is saved after its last chunk, and closes once the store has the state. Private sessions, those of one socket, are not stored.
+A session that another replica needs is saved after its last chunk, and closes once the store has the state. Private sessions, those of
+one socket, are not stored.
 """
 
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, Ownership, Session, SessionTable
-from service.errors import Overloaded, ServiceError, SessionUnreachable, TooManySessions
-from service.ipc import session_file
+from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, Session, SessionTable
+from service.engine.batching.taken_sessions import SendToStore, TakenSessions, is_private, ownership_of
 from service.ipc.messages.message import Message
-from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX, session_id
-from service.ipc.messages.store import (
-    DropSession,
-    ReleaseSession,
-    SaveEnded,
-    SaveSession,
-    SessionTaken,
-    SessionWanted,
-    TakeOutcome,
-    TakeSession,
-    VerifySession,
-)
-from service.ipc.session_file import SessionFile
-
-RETRY_SECONDS = 1
-PATIENCE_SECONDS = 5.0
-"""How long work waits for a session. The store takes at most 4 s, and its process may have to start again."""
-_ELSEWHERE = (TakeOutcome.TAKEN, TakeOutcome.ENDED, TakeOutcome.ABSENT)
-"""Outcomes by which the copy of a session that this replica has is not the newest: another replica has continued or ended it."""
-NOT_GIVEN = "may be held by another replica, and the session store does not give it: retry later, or begin it with start = true"
-NEWER = "was saved by a later version of the service, and this replica cannot read it: retry later"
-SendToStore = Callable[[Message, bytes], None]
-"""Sends a message with its trailing bytes."""
+from service.ipc.messages.store import DropSession, ReleaseSession, SaveEnded, SessionTaken, SessionWanted, VerifySession
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Work that waits for a session. `proceed` does it, `refuse` ends it with an error, and nothing waits for it any more if `ended`.
-
-    limit: how many sessions the tenant may have, 0 for no limit. begins: whether it may begin the session. anew: whether it begins the
-    session in any case. is_chunk: whether its client learns why the session ended.
-    """
-
-    proceed: Callable[[], None]
-    refuse: Callable[[ServiceError], None]
-    ended: Callable[[], bool]
-    limit: int = 0
-    begins: bool = False
-    anew: bool = False
-    is_chunk: bool = False
-
-
-class SessionStates(Protocol):
-    """What `sessions` does with the states of sessions."""
-
-    def export(self, session: Session) -> bytes:
-        """Return the state of a session as a session file."""
-
-    def import_file(self, id: str, file: SessionFile, limit: int) -> Session:
-        """Open a session with a saved state. Raises ServiceError."""
-
-    def let_go(self, session: Session) -> None:
-        """Close a session that another replica may take now."""
-
-    def lose(self, session: Session, reason: str) -> None:
-        """End a session without its client's knowledge."""
-
-    def rest(self, session: Session) -> None:
-        """Start the idle time of a session."""
-
-
-class StoredSessions:
+class StoredSessions(TakenSessions):
     """Keeps the sessions of one engine in step with their records in the store."""
-
-    states: SessionStates
 
     def __init__(self, table: SessionTable, clock: Callable[[], float], *, max_waiting: int, checkpoint_chunks: int) -> None:
         """max_waiting: most work that waits. checkpoint_chunks: chunks between two saves of a session."""
-        self._table = table
-        self._clock = clock
-        self._max_waiting = max_waiting
-        self._checkpoint_chunks = checkpoint_chunks
-        self._waiting: dict[str, list[Waiting]] = {}
-        """By session, in the order of arrival."""
-        self._waiting_until: dict[str, float] = {}
-        self._waiters = 0
-        self._claims: dict[str, TakeSession] = {}
-        """What the store is asked for: one claim of a session at a time, until the store has replied."""
-        self._departing: set[str] = set()
-        """The open sessions that this engine lets go of. Their chunks wait."""
-        self._proceeding = ""
-        """The session whose work proceeds now."""
-        self._granted: Ownership | None = None
-        """The ownership that this work may use, once."""
-        self._send: SendToStore | None = None
+        super().__init__(table, clock, max_waiting, checkpoint_chunks)
         self._handlers: dict[type[Message], Callable[[Any, bytes | memoryview], None]] = {
             SessionTaken: self._handle_taken,
             SaveEnded: self._handle_save_ended,
@@ -125,151 +45,27 @@ class StoredSessions:
         """The process of the store has ended. Work waits for its successor."""
         self._send = None
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether the store is asked for a session, or has to take one. Chunks of such a session wait."""
-        return bool(self._waiting or self._departing)
-
-    # Work for a session.
-
-    def hold(self, name: str, waiting: Waiting) -> bool:
-        """Keep work until this replica owns its session. Returns False if it can be done now. Raises Overloaded."""
-        if name == self._proceeding or _is_private(name):
-            return False
-        departing = name in self._departing
-        if not departing and self._first(name) is None:
-            session = self._table.find(name)
-            if session is not None and (not waiting.anew or _ownership(session).anew):
-                return False
-            if waiting.is_chunk and not waiting.anew and self._table.end_reason(name) == TAKEN_OVER:
-                return False  # the client learns that first
-        if self._waiters >= self._max_waiting:
-            raise Overloaded(
-                f"{self._waiters} requests wait for the session store and SEQSERVE_MAX_WAITING is {self._max_waiting}: retry later",
-                retry_after=RETRY_SECONDS,
-            )
-        self._keep(name, waiting)
-        if not departing:
-            self._claim(name)
-        return True
-
-    def _keep(self, name: str, waiting: Waiting) -> None:
-        if self._first(name) is None:
-            self._waiting_until[name] = self._clock() + PATIENCE_SECONDS
-        self._waiting.setdefault(name, []).append(waiting)
-        self._waiters += 1
-
-    def _claim(self, name: str, replaces: int = 0) -> None:
-        """Ask the store for a session that work waits for, unless it is asked already.
-
-        replaces: the ownership of this replica. Only its owner begins a session anew, because a claim may outlive what
-        waits for it, and a copy may be older than the session of another replica.
-        """
-        first = self._first(name)
-        if name in self._claims or first is None:
-            return
-        session = self._table.find(name)
-        if session is not None:
-            replaces = _ownership(session).number
-        claim = TakeSession(name, _new_number(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
-        self._claims[name] = claim
-        self._tell(claim)
-
-    def _first(self, name: str) -> Waiting | None:
-        """Return the oldest work that still waits for a session."""
-        return next((waiting for waiting in self._waiting.get(name, ()) if not waiting.ended()), None)
-
-    def next_ownership(self) -> Ownership:
-        """Return the ownership of a session that begins: the granted one, or one that the store does not know."""
-        ownership, self._granted = self._granted, None
-        return ownership or Ownership(_new_number(), now_ms(), anew=True)
-
-    def _proceed(self, name: str, claim: TakeSession | None = None) -> None:
-        """Do the work that waits for a session, in its order, until some needs an ownership first. claim: what the store has granted."""
-        granted = None if claim is None else Ownership(claim.ownership, claim.begun)
-        for waiting in self._take_waiting(name):
-            begins = waiting.anew or (waiting.begins and self._table.find(name) is None)
-            if name in self._waiting or (begins and granted is None):
-                self._hold_again(name, waiting)
-            else:
-                granted = self._do(name, waiting, granted)
-        if claim is not None and granted is not None:
-            self._return(name, granted, lost=bool(claim.replaces))
-
-    def _do(self, name: str, waiting: Waiting, granted: Ownership | None) -> Ownership | None:
-        """Do work that no longer waits for its session. Returns the ownership if the work did not use it."""
-        self._proceeding, self._granted = name, granted
-        try:
-            waiting.proceed()
-            return self._granted
-        finally:
-            self._proceeding, self._granted = "", None
-
-    def _return(self, name: str, granted: Ownership, *, lost: bool) -> None:
-        """Use an ownership that no work has used for the session if it is open, or give it back. lost: with the session before it."""
-        session = self._table.find(name)
-        if session is not None:
-            self.adopt(session, granted)
-        elif lost:
-            self._tell(DropSession(name, granted.number, "lost"))
-        else:
-            self._tell(ReleaseSession(name, granted.number))
-
-    def adopt(self, session: Session, ownership: Ownership) -> None:
-        """Continue a session with an ownership for which the store has no state of it yet."""
-        session.ownership, session.unsaved = ownership, self._checkpoint_chunks
-        if self._steps(session) and not self._pending(session):
-            self._save(session)
-
-    def _hold_again(self, name: str, waiting: Waiting) -> None:
-        try:
-            if not self.hold(name, waiting):
-                self._do(name, waiting, None)
-        except ServiceError as error:
-            waiting.refuse(error)
-
-    def _refuse(self, name: str, error: ServiceError) -> None:
-        for waiting in self._take_waiting(name):
-            waiting.refuse(error)
-
-    def _take_waiting(self, name: str) -> list[Waiting]:
-        self._waiting_until.pop(name, None)
-        taken = self._waiting.pop(name, [])
-        self._waiters -= len(taken)
-        return [waiting for waiting in taken if not waiting.ended()]
-
-    def _without_store(self, name: str, error: ServiceError) -> None:
-        """Begin a session that begins anew, report the end of a session that ended here, and refuse other work.
-
-        A session that was lost with its engine may be saved.
-        """
-        for waiting in self._take_waiting(name):
-            has_ended = waiting.is_chunk and self._table.end_reason(name) not in ("", "lost")
-            if waiting.anew or has_ended or self._table.find(name) is not None:
-                self._do(name, waiting, None)
-            else:
-                waiting.refuse(error)
-
-    # Sessions of this engine.
+    def handle(self, message: Message, tail: bytes | memoryview) -> None:
+        """Handle a message of the store."""
+        self._handlers[type(message)](message, tail)
 
     def answered(self, session: Session) -> None:
         """Save a session if that is due, after a chunk of it was answered, and let go of it if another replica needs it."""
         session.unsaved += 1
-        if session.unsaved >= self._checkpoint_chunks or _ownership(session).anew:
+        if session.unsaved >= self._checkpoint_chunks or ownership_of(session).anew:
             self._save(session)
-        if session.id in self._departing and not self._pending(session):
-            self._release(session)
+        self.rested(session)
 
     def rested(self, session: Session) -> None:
         """Let go of a session that another replica needs, after its last chunk has left."""
-        if session.id in self._departing:
+        if session.id in self._departing and not self._pending(session):
             self._release(session)
 
     def closed(self, session: Session, reason: str) -> None:
         """Note that a session has ended. reason: from metrics.SESSION_ENDS."""
         name, ownership = session.id, session.ownership
         self._departing.discard(name)
-        if ownership is None or _is_private(name):
+        if ownership is None or is_private(name):
             return  # nothing began
         if reason == "unbegun":
             self._tell(ReleaseSession(name, ownership.number))
@@ -282,143 +78,29 @@ class StoredSessions:
         """Begin to let go of up to `limit` sessions. Returns how many this engine still holds, at most."""
         names = self._table.names()
         # The store answers a claim of an open session first.
-        ready = (name for name in names if not (name in self._departing or name in self._claims or _is_private(name)))
+        ready = (name for name in names if not (name in self._departing or name in self._claims or is_private(name)))
         departing = list(islice(ready, limit))
         for name in departing:
             self._depart(name)
         if limit and len(departing) == limit:
             return len(names)  # to count a hundred thousand sessions a hundred times would take seconds
-        return sum(not _is_private(name) for name in names)
-
-    def step(self) -> None:
-        """Refuse what has waited for too long."""
-        if not self._waiting_until:
-            return
-        now = self._clock()
-        for name in [name for name, until in self._waiting_until.items() if until <= now]:
-            if name in self._departing:
-                self._refuse(name, _unreachable(name))
-            else:
-                self._without_store(name, _unreachable(name))
-
-    def _save(self, session: Session) -> None:
-        """Save a session behind the stream, unless it begins again: then the store has no use for its state."""
-        begins_again = session.id in self._claims or any(restart.ownership for restart in session.restarts)
-        if self._send is not None and not begins_again and not _is_private(session.id):
-            session.unsaved = 0
-            self._send(self._message(session), self.states.export(session))
-
-    def _pending(self, session: Session) -> int:
-        """Return how many chunks of a session have no answer."""
-        return self._table.states.pending[session.handle]
-
-    def _steps(self, session: Session) -> int:
-        return int(self._table.states.steps[session.handle])
+        return sum(not is_private(name) for name in names)
 
     def _depart(self, name: str) -> None:
         session = self._table.find(name)
         assert session is not None, "only open sessions depart"
         self._departing.add(name)
-        if not self._pending(session):
-            self._release(session)
+        self.rested(session)
 
     def _release(self, session: Session, *, again: bool = False) -> None:
         """again: an earlier process of the store may have made it."""
         self._table.states.last_use[session.handle] = math.inf  # it cannot expire while it is saved
-        self._tell(self._message(session, releases=True, again=again), self.states.export(session))
-
-    @staticmethod
-    def _message(session: Session, *, releases: bool = False, again: bool = False) -> SaveSession:
-        ownership = _ownership(session)
-        exact = releases and not session.uncertain
-        return SaveSession(session.id, ownership.number, ownership.begun, exact, releases, ownership.anew, again)
-
-    # Messages of the store.
-
-    def handle(self, message: Message, tail: bytes | memoryview) -> None:
-        """Handle a message of the store."""
-        self._handlers[type(message)](message, tail)
-
-    def _tell(self, message: Message, tail: bytes = b"") -> None:
-        if self._send is not None:
-            self._send(message, tail)
-
-    def _handle_taken(self, message: SessionTaken, tail: bytes | memoryview) -> None:
-        name = message.session
-        claim = self._claims.pop(name, None)
-        if claim is None:
-            return  # an earlier process of the store has replied
-        session = self._table.find(name)
-        if session is not None and not _ownership(session).anew and message.outcome in _ELSEWHERE:
-            self.states.lose(session, TAKEN_OVER)
-            session = None
-        match message.outcome:
-            case TakeOutcome.TAKEN if session is None:
-                self._import(message, tail, claim)
-            case TakeOutcome.NEW | TakeOutcome.TAKEN:
-                self._proceed(name, claim)
-            case TakeOutcome.ENDED if session is None:
-                self._report_end(name, message.ended, claim)
-            case TakeOutcome.ENDED:
-                self._tell(ReleaseSession(name, claim.ownership))
-                self._proceed(name)
-            case TakeOutcome.ABSENT:
-                self._proceed(name)
-            case TakeOutcome.NEWER:
-                self._without_store(name, _unreachable(name, NEWER))
-            case _:
-                self._without_store(name, _unreachable(name))
-
-    def _report_end(self, name: str, ended: str, claim: TakeSession) -> None:
-        """Report the end of a session to the first client that continues it. Until a client has learned it, the store keeps it."""
-        first = self._first(name)
-        if first is None:
-            self._tell(ReleaseSession(name, claim.ownership))
-        elif first.anew:
-            self._claim(name, replaces=claim.ownership)
-        else:
-            self._table.note_end(name, ended)
-            first, *others = self._take_waiting(name)
-            self._do(name, first, None)
-            is_told = not self._table.end_reason(name)
-            self._tell(DropSession(name, claim.ownership) if is_told else ReleaseSession(name, claim.ownership))
-            for waiting in others:
-                self._hold_again(name, waiting)
-
-    def _import(self, message: SessionTaken, tail: bytes | memoryview, claim: TakeSession) -> None:
-        """Open a session with its saved state and do the work that waits for it, or give it back."""
-        name, first = message.session, self._first(message.session)
-        give_back = ReleaseSession(name, claim.ownership, message.exact)
-        if first is None:
-            self._tell(give_back)
-            return
-        try:
-            session = self.states.import_file(name, session_file.read(tail, with_ids=True), first.limit)
-        except TooManySessions as error:
-            self._tell(give_back)
-            self._refuse(name, error)
-        except ServiceError as error:
-            self._begin_anew(name, claim.ownership, give_back, error)
-        else:
-            session.ownership, session.uncertain = Ownership(claim.ownership, message.begun), not message.exact
-            self._proceed(name)
-
-    def _begin_anew(self, name: str, ownership: int, give_back: ReleaseSession, error: ServiceError) -> None:
-        """Begin a session again without its saved state, which this replica cannot read, or give it back. error: for all other work."""
-        for waiting in self._take_waiting(name):
-            if waiting.anew:
-                self._keep(name, waiting)
-            else:
-                waiting.refuse(error)
-        if self._first(name) is None:
-            self._tell(give_back)
-        else:
-            self._claim(name, replaces=ownership)
+        self._send_state(session, releases=True, again=again)
 
     def _handle_save_ended(self, message: SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
         session = self._table.find(name)
-        if session is None or message.ownership != _ownership(session).number:
+        if session is None or message.ownership != ownership_of(session).number:
             return  # it has ended, or has begun again
         departing = message.releases and name in self._departing
         if message.failed:
@@ -428,16 +110,12 @@ class StoredSessions:
                     self.states.rest(session)
                 self._proceed(name)
         elif not message.owned:
-            self._lose(session)
+            self.states.lose(session, TAKEN_OVER)
+            self._proceed(name)  # work that waits learns of it
         elif not departing:
-            session.ownership = _ownership(session)._replace(anew=False)
+            session.ownership = ownership_of(session)._replace(anew=False)
         elif not self._pending(session):
-            self.states.let_go(session)
-
-    def _lose(self, session: Session) -> None:
-        """End a session that another replica has taken over. Work that waits learns of it."""
-        self.states.lose(session, TAKEN_OVER)
-        self._proceed(session.id)
+            self._table.close(session, "moved")
 
     def _handle_wanted(self, message: SessionWanted, tail: bytes | memoryview) -> None:
         name = message.session
@@ -450,28 +128,6 @@ class StoredSessions:
 
     def _handle_verify(self, message: VerifySession, tail: bytes | memoryview) -> None:
         session = self._table.find(message.session)
-        if session is not None and self._steps(session) and message.session not in self._departing:
+        begun = session is not None and self._table.states.steps[session.handle]
+        if session is not None and begun and message.session not in self._departing:
             self._save(session)
-
-
-def now_ms() -> int:
-    """Return Unix time in milliseconds."""
-    return round(datetime.now(UTC).timestamp() * 1000)
-
-
-def _new_number() -> int:
-    return secrets.randbits(62) + 1
-
-
-def _ownership(session: Session) -> Ownership:
-    assert session.ownership is not None, "with a session store, every chunk gives its session an ownership"
-    return session.ownership
-
-
-def _is_private(name: str) -> bool:
-    """Return whether a session belongs to one socket: no other replica can know its name."""
-    return session_id(name).startswith(RESERVED_SESSION_PREFIX)
-
-
-def _unreachable(name: str, why: str = NOT_GIVEN) -> SessionUnreachable:
-    return SessionUnreachable(f"session {session_id(name)!r} {why}", field="session", retry_after=RETRY_SECONDS)

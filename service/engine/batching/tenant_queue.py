@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,9 @@ class Rejection(NamedTuple):
     def error(self) -> Overloaded:
         return Overloaded(self.message, retry_after=self.retry_after)
 
-    def covers(self, steps: int, time_left: float, head_start: float) -> bool:
-        return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
-
-    def covers_each(self, steps: NDArray[np.int64], time_left: NDArray[np.float64], head_start: float) -> NDArray[np.bool_]:
-        """Return which of many requests this rejection covers."""
-        covers: NDArray[np.bool_] = (steps >= self.steps) & (time_left < self.needed)
-        return covers & (head_start <= self.head_start)
+    def covers(self, steps: Any, time_left: Any, head_start: float) -> Any:
+        """Return whether this rejection holds for a request, or for each of many requests."""
+        return (steps >= self.steps) & (time_left < self.needed) & (head_start <= self.head_start)
 
 
 class Piece(NamedTuple):
@@ -62,12 +58,10 @@ class TenantQueue:
     """The queued sequences of one tenant and model, in the order of their due times, and then of their arrival.
 
     count, steps: of its sequences, and of the steps that are left; begun: how many sequences have run in part.
-    rejection: the last rejection since the last batch.
     """
 
     def __init__(self) -> None:
         self.count = self.steps = self.begun = 0
-        self.rejection: Rejection | None = None
         self.arrived: list[QueuedBlock] = []
         """Blocks with sequences that are not in the table yet. A block that arrives after the others is added here."""
         self._blocks: dict[int, QueuedBlock] = {}

@@ -152,21 +152,15 @@ class ServedModels:
 
     def save(self, key: ModelKey, slot: int) -> State:
         """Return the state in a slot as a copy on the host, after all launched batches have written it."""
-        return {name: states[0] for name, states in self.save_slots(key, np.array([slot], np.int32)).items()}
+        with self._noticing_loss():
+            states = self._served[key].runner.encoder.save(np.array([slot], np.int32))
+        return {name: tensor[0] for name, tensor in states.items()}
 
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         """Write a state to a slot, for batches launched from now on."""
-        self.restore_slots(key, np.array([slot], np.int32), {name: tensor[None] for name, tensor in state.items()})
-
-    def save_slots(self, key: ModelKey, slots: Numbers) -> State:
-        """Return the states in some slots as `save` does, (slots, ...) each."""
         with self._noticing_loss():
-            return self._served[key].runner.encoder.save(slots)
-
-    def restore_slots(self, key: ModelKey, slots: Numbers, states: State) -> None:
-        """Write states, (slots, ...) each, to as many slots, for batches launched from now on."""
-        with self._noticing_loss():
-            self._served[key].runner.encoder.restore(slots, states)
+            states = {name: tensor[None] for name, tensor in state.items()}
+            self._served[key].runner.encoder.restore(np.array([slot], np.int32), states)
 
     def state_vectors(self, key: ModelKey, slots: Numbers) -> bytes:
         """Return the model's states in some slots, joined in their order: (slots, numbers) float32."""

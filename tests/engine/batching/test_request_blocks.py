@@ -93,7 +93,7 @@ class Story:
         self.states = FakeStates(choose([0, 1, 2, 5]))
         self.joint, self.single = (Scheduler(self.limits, self.costs.__getitem__, self.states) for _ in range(2))
         # Every request is predicted exactly, so that the bound of the other scheduler is never too small.
-        self.single._surely_in_time = lambda *_: False  # type: ignore[method-assign]
+        self.single._sure_seconds = lambda *_: float("inf")  # type: ignore[method-assign, assignment]
         self.queued: dict[int, SentRequest] = {}
         self.in_flight: set[int] = set()
         """The handles whose last steps are in a batch that has not ended."""

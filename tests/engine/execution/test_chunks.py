@@ -175,15 +175,12 @@ def test_row_is_marked_for_the_outputs_that_its_block_returns(per_step: bool) ->
     assert finite is not None and finite.tolist() == [True, not per_step, False, False]
 
 
-def test_states_of_many_slots_move_together(tmp_path: Path) -> None:
+def test_states_move_to_other_slots(tmp_path: Path) -> None:
     _, engine = make_engine(tmp_path, "lstm", "mean")
     run(engine, *[Chunk(rows(row), write_slot=FIRST_SLOT + row) for row in range(3)])
     slots = np.array([FIRST_SLOT + 2, FIRST_SLOT], np.int32)
-    states = engine.save_slots(KEY, slots)
-    for place, slot in enumerate(slots):
-        for name, tensor in engine.save(KEY, int(slot)).items():
-            assert torch.equal(states[name][place], tensor) and tensor.any()
-    engine.restore_slots(KEY, slots + 3, states)
+    for slot in slots.tolist():
+        engine.restore(KEY, slot + 3, engine.save(KEY, slot))
     assert engine.state_vectors(KEY, slots + 3) == engine.state_vectors(KEY, slots)
     vectors = [engine.state_vectors(KEY, slots[place : place + 1]) for place in range(2)]
     assert b"".join(vectors) == engine.state_vectors(KEY, slots) and vectors[0] != vectors[1]
