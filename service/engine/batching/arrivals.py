@@ -112,7 +112,12 @@ class Arrivals:
         return block
 
     def _attach_each(self, block: QueuedBlock) -> QueuedBlock | None:
-        handles: dict[int, int] = {}
+        options, handles = block.options, dict[int, int]()
+        if (options.starts or options.ends) and len(set(block.sessions)) < block.requests:
+            # A chunk that starts or ends its session is queued before the next chunk is looked at.
+            for index in range(block.requests):
+                self._submit(block.select([index]))
+            return None
         for index in range(block.requests):
             try:
                 session = self._session_of(block, index)

@@ -24,7 +24,8 @@ class Assembly:
     """Joins the results of the pieces of one request.
 
     key: the block of the request in the queue, and its place there. whole: the request alone.
-    handles: the state handles of its sequences, by their place in the block of the queue. owned: those that end with the request.
+    handles: the state handles of its sequences that have not ended, by their place in the block of the queue.
+    states: the states after those that have, if the request asks for them.
     ended: whether it was answered or refused, or nothing waits for it.
     """
 
@@ -33,7 +34,7 @@ class Assembly:
         self.whole = block.select([request])
         self._sequences = range(block.first_sequences[request], block.first_sequences[request + 1])
         self.handles = {} if block.handles is None else {row: int(block.handles[row]) for row in self._sequences}
-        self.owned: list[int] = []
+        self.states: dict[int, bytes] = {}
         self.ended = False
         self._results: dict[int, list[BlockResult]] = {row: [] for row in self._sequences}
         self._incomplete = len(self._sequences)
@@ -45,7 +46,6 @@ class Assembly:
         handle = self.handles.get(piece.sequence)
         if handle is None and not (piece.done == 0 and piece.last):
             handle = self.handles[piece.sequence] = states.open()
-            self.owned.append(handle)
         if handle is not None:
             block.handles = np.array([handle])
         return block
@@ -64,7 +64,8 @@ class Assembly:
         steps = [sum(int(np.frombuffer(piece.steps, COUNT)[0]) for piece in pieces) for pieces in self._results.values()]
         arrays = {name: self._joined(name) for name in PER_SEQUENCE}
         per_step = self._results[self._sequences[0]][-1].per_step
-        return BlockResult(**arrays, steps=np.array(steps, COUNT).tobytes(), per_step=per_step, runs=self._runs)
+        state = b"".join([self.states[row] for row in self._sequences if self.states])
+        return BlockResult(**arrays, steps=np.array(steps, COUNT).tobytes(), per_step=per_step, runs=self._runs, state=state)
 
     def _joined(self, name: str) -> Any:
         """Join the arrays of a kind: every piece's if they have a line per step, else the last piece's of each sequence."""

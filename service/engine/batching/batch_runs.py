@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch
 from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
-from service.engine.batching.request_block import BlockRequest, QueuedBlock
+from service.engine.batching.request_block import BlockRequest, QueuedBlock, arrival_of
 from service.engine.batching.running_batches import RunningBatch, RunningBatches
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.sessions import Sessions
@@ -143,9 +143,7 @@ class BatchRuns(RunningBatches):
         if failed.pieces:
             [(assembly, _)] = failed.pieces
             if not assembly.ended:
-                self._scheduler.drop_request(block.owner, block.ids[0])
-                block.owner.refuse(block.ids, self._launch_error(block.model, error))
-                self.leave(*assembly.key)
+                self._fail_assembly(assembly, self._launch_error(block.model, error))
         elif not failed.withdrawn:
             block.owner.refuse(block.ids, self._launch_error(block.model, error))
             self.leave(block, 0)
@@ -192,16 +190,13 @@ class BatchRuns(RunningBatches):
             elif moves is None or block.handles is None:
                 self._answer(block, result, ready)
             else:
-                if block.sessions:
-                    result = result._replace(session_steps=moves.steps[rows])
-                if block.returns.state:
-                    result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
-                bad = self._bad_requests(block, finite, running.withdrawn.get(block), failed, ready)
-                kept += self._answer_good(block, result, bad, failed, rows, ready)
+                withdrawn = running.withdrawn.get(block, set())
+                kept += self._finish_stateful(block, result, moves, rows, finite, withdrawn, failed, ready)
             first = rows.stop
         if moves is not None:
             self._keep(running, moves, kept, ready)
-            for block, index in failed:
+            # The chunks of a session leave from the newest to the oldest.
+            for block, index in sorted([request for request in failed if request[0].sessions], key=arrival_of, reverse=True):
                 self._sessions.skip(block, index)
 
     def _answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> bool:
@@ -214,37 +209,40 @@ class BatchRuns(RunningBatches):
         self._metrics.sequences.add(*block.model.labels, by=block.sequences)
         return True
 
-    def _bad_requests(
-        self, block: QueuedBlock, finite: Flags | None, withdrawn: set[int] | None, failed: list[BlockRequest], ready: float
+    def _finish_stateful(
+        self,
+        block: QueuedBlock,
+        result: BlockResult,
+        moves: StateMoves,
+        rows: slice,
+        finite: Flags | None,
+        withdrawn: set[int],
+        failed: list[BlockRequest],
+        ready: float,
     ) -> list[int]:
-        """Return the requests that nothing waits for or whose values are not finite. Answers the latter and adds chunks to `failed`."""
-        if withdrawn is None and (finite is None or finite.all()):
-            return []
-        gone = [] if withdrawn is None else [block.ids.index(id) for id in withdrawn]
-        not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
-        for index in not_finite:
-            if index not in gone:
-                alone = block.select([index])
-                alone.owner.answer(alone, NOT_FINITE, ready)
-                if block.sessions:
+        """Answer requests with states. Returns the rows of the batch that sessions keep, and adds chunks without an answer to `failed`."""
+        answered = list(range(rows.start, rows.stop))
+        good: QueuedBlock | None = block
+        gone = [index for index, id in enumerate(block.ids) if id in withdrawn] if withdrawn else []
+        try:
+            if block.sessions:
+                result = result._replace(session_steps=moves.steps[rows])
+            if block.returns.state:
+                result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
+            if gone or (finite is not None and not finite.all()):
+                not_finite = set() if finite is None else set(block.request_of[~finite].tolist())
+                for index in not_finite.difference(gone):
+                    alone = block.select([index])
+                    alone.owner.answer(alone, NOT_FINITE, ready)
                     failed.append((block, index))
-        return sorted({*gone, *not_finite})
-
-    def _answer_good(
-        self, block: QueuedBlock, result: BlockResult, bad: list[int], failed: list[BlockRequest], rows: slice, ready: float
-    ) -> list[int]:
-        """Answer all but the bad requests of a block. Returns their rows in the batch. Adds chunks that get no answer to `failed`."""
-        good = block.without(bad)
-        if good is None:
-            return []
-        answered = range(rows.start, rows.stop)
-        if bad:
-            is_good = ~np.isin(block.request_of, bad)
-            result, answered = rows_of(result, is_good), rows.start + np.flatnonzero(is_good)
-        if self._answer(good, result, ready):
-            return list(answered)
-        if block.sessions:
-            failed += [(block, index) for index in range(block.requests) if index not in bad]
+                gone = sorted(not_finite.union(gone))
+                good, is_good = block.without(gone), ~np.isin(block.request_of, gone)
+                result, answered = rows_of(result, is_good), (rows.start + np.flatnonzero(is_good)).tolist()
+            if good is None or self._answer(good, result, ready):
+                return answered
+        except Exception as error:
+            block.owner.refuse([id for id in block.ids if id not in withdrawn], self._errors.report("answer", error))
+        failed += [(block, index) for index in range(block.requests) if index not in gone]
         return []
 
     def _keep(self, running: RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
@@ -272,12 +270,35 @@ class BatchRuns(RunningBatches):
         if assembly.ended:
             return
         whole = assembly.whole
-        if whole.handles is not None and finite is not None and not finite[0]:
+        try:
+            if whole.handles is not None and finite is not None and not finite[0]:
+                self._scheduler.drop_request(whole.owner, whole.ids[0])
+                whole.owner.answer(whole, NOT_FINITE, ready)
+                self.leave(*assembly.key)
+                return
+            is_complete = assembly.add(piece.sequence, result, last=piece.last)
+            if piece.last and not whole.sessions:
+                self._end_sequence(assembly, piece.sequence)
+            if is_complete:
+                self._answer_assembly(assembly, ready)
+        except Exception as error:
+            self._fail_assembly(assembly, self._errors.report("answer", error))
+
+    def _end_sequence(self, assembly: Assembly, sequence: int) -> None:
+        """Free the state of a sequence that has ended: other sequences, perhaps of the same request, wait for its slot."""
+        handle, model = assembly.handles.pop(sequence, None), assembly.whole.model
+        if handle is not None:
+            if assembly.whole.returns.state:
+                assembly.states[sequence] = self._engine.state_vectors(model, self._states.slots[[handle]])
+            self._states.close(model, handle)
+
+    def _fail_assembly(self, assembly: Assembly, error: ServiceError) -> None:
+        """Refuse a request that runs in pieces, unless nothing waits for it any more."""
+        whole = assembly.whole
+        if not assembly.ended:
             self._scheduler.drop_request(whole.owner, whole.ids[0])
-            whole.owner.answer(whole, NOT_FINITE, ready)
+            whole.owner.refuse(whole.ids, error)
             self.leave(*assembly.key)
-        elif assembly.add(piece.sequence, result, last=piece.last):
-            self._answer_assembly(assembly, ready)
 
     def _answer_assembly(self, assembly: Assembly, ready: float) -> None:
         """Answer a request, all pieces of which have run."""
@@ -286,8 +307,8 @@ class BatchRuns(RunningBatches):
         if handles is not None and whole.sessions:
             steps = np.array([whole.steps + (0 if whole.options.starts else int(states.steps[handles[0]]))])
             result = result._replace(session_steps=steps)
-        if whole.returns.state:
-            result = result._replace(state=self._engine.state_vectors(model, states.slots[handles]))
+            if whole.returns.state:
+                result = result._replace(state=self._engine.state_vectors(model, states.slots[handles]))
         if self._answer(whole, result, ready) and handles is not None and result.session_steps is not None:
             states.finish(model, int(handles[0]), int(result.session_steps[0]), ready)
             self._end_assembly(assembly)

@@ -50,11 +50,10 @@ class RunningBatches:
         assembly = self._assemblies.get((block, index))
         if assembly is not None:
             self._end_assembly(assembly)
-        if block.handles is not None:
-            if block.sessions:
-                self._sessions.skip(block, index)
-            else:
-                close_handles(self._states, block, index)
+        if block.sessions and block.handles is not None:
+            self._sessions.skip(block, index)
+        elif block.handles is not None and assembly is None:
+            close_handles(self._states, block, index)
 
     def has_begun(self, block: QueuedBlock, index: int) -> bool:
         """Return whether a request of the queue has run in part."""
@@ -119,7 +118,5 @@ class RunningBatches:
         del self._assemblies[assembly.key]
         assembly.ended = True
         whole = assembly.whole
-        for handle in assembly.owned:
-            self._states.close(whole.model, handle)
-        if whole.sessions and whole.handles is not None:
-            self._states.give_up(whole.model, int(whole.handles[0]))
+        for handle in assembly.handles.values():
+            (self._states.give_up if whole.sessions else self._states.close)(whole.model, handle)

@@ -163,7 +163,7 @@ class Sessions:
 
     def _note_answer(self, session: Session, block: QueuedBlock) -> None:
         """Note the answer to a chunk that may change more than the steps of its session."""
-        if block.at:
+        if block.at or block.options.starts:
             self._table.note(session, uncertain=False)
         if block.options.starts:
             restart = session.restarts.popleft()

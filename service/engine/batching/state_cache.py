@@ -196,7 +196,7 @@ class StateCache:
             raise
         slots.busy += len(handles) - int(np.count_nonzero(were_busy))
 
-    def commit(self, model: ModelKey, moves: StateMoves, rows: Numbers, now: float) -> None:
+    def commit(self, model: ModelKey, moves: StateMoves, rows: Numbers | slice, now: float) -> None:
         """Keep the states that a batch has written in these rows, for answered requests."""
         handles = moves.handles[rows]
         self._end_writing(model, handles, self.slots[handles])
