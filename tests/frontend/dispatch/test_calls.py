@@ -143,7 +143,7 @@ async def test_calls_to_a_lost_engine_fail(dispatcher: Dispatcher, metrics: Metr
             await one
     successor = await meet(dispatcher)
     await send(dispatcher, session="d")
-    assert [type(frame.message) for frame in await successor.frames(1)] == [Request]
+    assert [isinstance(frame.message, Request) for frame in await successor.frames(1)] == [True]
 
 
 @in_loop()

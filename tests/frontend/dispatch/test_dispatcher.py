@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -101,12 +101,12 @@ def requests_of(frame: Frame) -> list[Frame]:
         )
         row, before = row + count, before + sum(own)
         end = len(columns.values) * before // message.steps if message.steps else 0
-        frames.append(Frame(sent, id, bytes(columns.values[begin:end]) + bytes(states)))
+        frames.append(Frame(cast(Any, sent), id, bytes(columns.values[begin:end]) + bytes(states)))
         begin = end
     return frames
 
 
-def answer_frame(id: int, answer: Answer, data: bytes = b"") -> bytes:
+def answer_frame(id: int, answer: Answer, data: bytes | memoryview = b"") -> bytes:
     """Return the frame of the answer to one request. data: of its arrays."""
     count = len(answer.steps) or (answer.scores or (0,))[0]
     steps = answer.steps or [1] * count
@@ -410,7 +410,7 @@ async def test_end_of_a_suspect_makes_room_for_the_next(dispatcher: Dispatcher, 
     engine = await meet(dispatcher)
     order = []
     for end in range(4):
-        (frame,) = [frame for frame in await engine.frames(2 if end == 2 else 1) if type(frame.message) is Request]
+        (frame,) = [frame for frame in await engine.frames(2 if end == 2 else 1) if isinstance(frame.message, Request)]
         order.append(bytes(frame.tail))
         if end == 1:
             calls[1].cancel()
