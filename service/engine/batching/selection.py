@@ -53,9 +53,9 @@ def select(
     room: how many more sequences of the model may hold a state.
     """
     left = table[:, LEFT]
-    first = left[: limits.max_batch_sequences].tolist()
     usual, steps = UNLIMITED, left
-    if first:
+    if left.max(initial=0) > LEAST_STEPS:  # K is no less
+        first = left[: limits.max_batch_sequences].tolist()
         limit = step_limit(limits, min(first), len(first), fair_share(first, limits.max_batch_tokens), cost)
         usual = max(limit, _rounded(first[0]))
         if divisible:
@@ -70,7 +70,11 @@ def select(
     while True:
         window = places[: limits.max_batch_sequences]
         taken = steps[window]
-        tokens, longest = taken.cumsum(), np.maximum.accumulate(taken)
+        tokens = taken.cumsum()
+        if divisible and max_seconds == math.inf:
+            end = max(1, int(tokens.searchsorted(limits.max_batch_tokens, side="right")))
+            return window[:end], taken[:end]
+        longest = np.maximum.accumulate(taken)
         fits = tokens <= limits.max_batch_tokens
         if max_seconds < math.inf:
             fits &= _seconds(cost, longest, tokens) <= np.maximum(max_seconds, STRETCHED * _seconds(cost, longest, longest))
