@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from service.engine.batching.due import STRETCH
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.model_queue import ModelQueue, WorkByDue
-from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, SchedulerLimits, steps_within_budget
 from service.engine.batching.tenant_queue import Rejection
 from service.engine.execution.cost_model import Cost
@@ -92,6 +92,9 @@ class Admission:
         if has_room and in_time and queue.rejections.get(tenant) is None:
             self._count(queue, block)
         else:
+            error = self._refusal_of_all(block, queue, now)
+            if error is not None:
+                return [RefusedRequests(block.ids, error)]
             refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
@@ -150,10 +153,10 @@ class Admission:
             uncovered = begin + np.flatnonzero(~covered)
             for place in range(len(uncovered)):
                 if self._free_places(block.share) < 1:
-                    full = {
-                        count: self._queue_full(block.share, count) for count in set(block.counts[uncovered[place:]].tolist())
-                    }
-                    refused += [([index], full[block.counts[index]]) for index in uncovered[place:].tolist()]
+                    counts = block.counts[uncovered[place:]]
+                    for count in set(counts.tolist()):
+                        full = uncovered[place:][counts == count].tolist()
+                        refused.append((full, self._queue_full(block.share, count)))
                     break
                 index = int(uncovered[place])
                 error = self._accept_one(block, index, queue, now, busy, work)
@@ -196,10 +199,19 @@ class Admission:
     def _count_first(self, block: QueuedBlock, queue: ModelQueue, requests: int) -> None:
         """Count the first requests of a block as queued."""
         if requests:
-            count, steps = block.work_of_first(requests)
-            longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
+            count, steps = block.sizes[:requests, [SEQUENCES, STEPS]].sum(0).tolist()
+            longest, deadline = int(block.sizes[:requests, LONGEST].max()), float(block.deadlines[:requests].min())
             first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
             self._count(queue, first)
+
+    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue, now: float) -> ServiceError | None:
+        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
+        rejection = queue.rejections.get(block.share.tenant)
+        if rejection is None:
+            full = block.sequences == block.requests and self._free_places(block.share) < 1
+            return self._queue_full(block.share, 1) if full else None
+        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
+        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
 
     # Predictions.
 

@@ -173,11 +173,6 @@ class QueuedBlock:
         """Return the first step of each sequence, and at the end the number of steps."""
         return list(accumulate(self.lengths, initial=0))
 
-    def work_of_first(self, requests: int) -> tuple[int, int]:
-        """Return the number of sequences of the first requests, and their steps."""
-        sequences = self.first_sequences[requests]
-        return sequences, self._first_steps[sequences]
-
     def select(self, indices: Sequence[int]) -> QueuedBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:

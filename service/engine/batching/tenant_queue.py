@@ -143,15 +143,10 @@ class TenantQueue:
         self._remove(places)
         return dropped
 
-    def late(self, now: float) -> NDArray[np.bool_]:
-        """Return which sequences have a past deadline."""
+    def deadlines(self) -> NDArray[np.float64]:
+        """Return the deadline of each sequence, in order."""
         self._join()
-        return self._deadlines <= now
-
-    def earliest_deadline(self) -> float:
-        """Return the earliest deadline. There is at least one sequence."""
-        self._join()
-        return float(self._deadlines.min())
+        return self._deadlines
 
     def of_blocks(self, numbers: Sequence[int]) -> NDArray[np.bool_]:
         """Return which sequences belong to these blocks."""
