@@ -13,12 +13,9 @@ import numpy as np
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
 from service.engine.batching.sessions import Sessions
-from service.engine.batching.state_cache import close_handles
 from service.engine.batching.taken_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError
-
-FLOAT_BYTES = 4
 
 
 class Arrivals:
@@ -71,13 +68,6 @@ class Arrivals:
                 block.handles = np.array(of_chunks)
                 return block
         return self._attach_each(block)
-
-    def turn_away(self, block: QueuedBlock, index: int) -> None:
-        """Take the state handles of a request that was refused before it was queued."""
-        if block.sessions:
-            self._sessions.turn_away(block, index)
-        else:
-            close_handles(self._states, block, index)
 
     def check_elsewhere(self, block: QueuedBlock, index: int) -> None:
         """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""

@@ -7,7 +7,7 @@ request by request, so only the request that caused the failure is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -62,7 +62,12 @@ class BatchRuns(RunningBatches):
     def start(self, scheduled: ScheduledBatch, before_launch: BeforeLaunch) -> None:
         """Launch a batch."""
         formed = self._clock()
-        self._count_queued(scheduled, formed)
+        labels = *scheduled.model.labels, "queue"
+        for block in scheduled.blocks:
+            self._metrics.stage_seconds.observe_often(formed - block.arrived, block.sequences, *labels)
+        for piece in scheduled.pieces:
+            if not piece.done:
+                self._metrics.stage_seconds.observe(formed - piece.block.arrived, *labels)
         pieces = [(self._assembly(piece), piece) for piece in scheduled.pieces]
         blocks = [*scheduled.blocks, *[assembly.block_of(piece, self._states) for assembly, piece in pieces]]
         self._run(scheduled.model, blocks, pieces, before_launch, formed)
@@ -159,15 +164,6 @@ class BatchRuns(RunningBatches):
         self._errors.log("model raised", error, model=model.name, version=model.version)
         return InferenceFailed("the model raised an exception on this request: the log of the service names it")
 
-    def _count_queued(self, scheduled: ScheduledBatch, now: float) -> None:
-        """Count how long the sequences that begin now have waited."""
-        labels = *scheduled.model.labels, "queue"
-        for block in scheduled.blocks:
-            self._metrics.stage_seconds.observe_often(now - block.arrived, block.sequences, *labels)
-        for piece in scheduled.pieces:
-            if not piece.done:
-                self._metrics.stage_seconds.observe(now - piece.block.arrived, *labels)
-
     def _assembly(self, piece: Piece) -> Assembly:
         """Return what joins the pieces of a request."""
         key = piece.block, piece.request
@@ -196,8 +192,9 @@ class BatchRuns(RunningBatches):
                     result = result._replace(session_steps=moves.steps[rows])
                 if block.returns.state:
                     result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
-                bad = self._bad_requests(block, finite, running.withdrawn.get(block), failed, ready)
-                kept += self._answer_good(block, result, bad, failed, rows, ready)
+                answered, lost = self._answer_rows(block, result, rows, finite, running.withdrawn.get(block, ()), ready)
+                kept.extend(answered)
+                failed += [(block, index) for index in lost if block.sessions]
             first = rows.stop
         if moves is not None:
             self._keep(running, moves, kept, ready)
@@ -214,38 +211,29 @@ class BatchRuns(RunningBatches):
         self._metrics.sequences.add(*block.model.labels, by=block.sequences)
         return True
 
-    def _bad_requests(
-        self, block: QueuedBlock, finite: Flags | None, withdrawn: set[int] | None, failed: list[BlockRequest], ready: float
-    ) -> list[int]:
-        """Return the requests that nothing waits for or whose values are not finite. Answers the latter and adds chunks to `failed`."""
-        if withdrawn is None and (finite is None or finite.all()):
-            return []
-        gone = [] if withdrawn is None else [block.ids.index(id) for id in withdrawn]
-        not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
-        for index in not_finite:
-            if index not in gone:
-                alone = block.select([index])
-                alone.owner.answer(alone, NOT_FINITE, ready)
-                if block.sessions:
-                    failed.append((block, index))
-        return sorted({*gone, *not_finite})
+    def _answer_rows(
+        self, block: QueuedBlock, result: BlockResult, rows: slice, finite: Flags | None, withdrawn: Iterable[int], ready: float
+    ) -> tuple[Iterable[int], list[int]]:
+        """Answer the requests of a block with states, but for those that nothing waits for.
 
-    def _answer_good(
-        self, block: QueuedBlock, result: BlockResult, bad: list[int], failed: list[BlockRequest], rows: slice, ready: float
-    ) -> list[int]:
-        """Answer all but the bad requests of a block. Returns their rows in the batch. Adds chunks that get no answer to `failed`."""
+        rows: of the block in the batch. Returns the rows whose states are kept, and the requests that left no state.
+        """
+        gone = [block.ids.index(id) for id in withdrawn]
+        not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
+        failed = [index for index in not_finite if index not in gone]
+        for index in failed:
+            alone = block.select([index])
+            alone.owner.answer(alone, NOT_FINITE, ready)
+        bad, answered = sorted({*gone, *not_finite}), range(rows.start, rows.stop)
         good = block.without(bad)
         if good is None:
-            return []
-        answered = range(rows.start, rows.stop)
+            return [], failed
         if bad:
             is_good = ~np.isin(block.request_of, bad)
             result, answered = rows_of(result, is_good), rows.start + np.flatnonzero(is_good)
         if self._answer(good, result, ready):
-            return list(answered)
-        if block.sessions:
-            failed += [(block, index) for index in range(block.requests) if index not in bad]
-        return []
+            return answered, failed
+        return [], [index for index in range(block.requests) if index not in gone]
 
     def _keep(self, running: RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
         """Keep the states that answered requests have written, and drop the others."""
