@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.engine.batching.due import STRETCH
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
@@ -19,15 +18,13 @@ from service.engine.batching.model_queue import ModelQueue, WorkByDue
 from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, SchedulerLimits, steps_within_budget
 from service.engine.batching.tenant_queue import Rejection
-from service.engine.execution.cost_model import Cost
+from service.engine.execution.cost_model import Cost, FloatOrArray
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages.inference import Share
 from service.ipc.messages.models import ModelKey
 
 CAUTION = 1.5
 """A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
-
-FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
 
 
 class RefusedRequests(NamedTuple):
@@ -225,12 +222,10 @@ class Admission:
         # Sequences follow each other in each row of the batch, and the longest comes last.
         steps_per_row = longest if count <= max_sequences else (steps - longest) // max_sequences + longest
         rows = min(count, max_sequences)
-        batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
+        # A batch is likely to take the recent mean of steps, before the first batch the steps that the budget allows.
+        reach = int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, cost)
+        batches = max(-(-count // max_sequences), -(-steps_per_row // reach))
         return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
-
-    def _expected_steps(self, queue: ModelQueue, rows: int) -> int:
-        """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
-        return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
     def _free_places(self, share: Share, requests: int = 1) -> int:
         """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
