@@ -103,7 +103,6 @@ class Admission:
         return model in self._queues
 
     def waiting_by_model(self) -> dict[ModelKey, int]:
-        """Return the number of sequences that have not begun, by model."""
         return {
             model: queue.count - sum([work.begun for work in queue.tenants.values()]) for model, queue in self._queues.items()
         }
@@ -190,16 +189,11 @@ class Admission:
         if rejection is not None:
             sure &= ~rejection.covers(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
-        self._count_first(block, queue, end)
+        if end:
+            longest, deadline = int(block.sizes[:end, LONGEST].max()), float(block.deadlines[:end].min())
+            work = int(counts[end - 1]), int(steps[end - 1]), longest
+            self._count(queue, ArrivingRequest(block.share, *work, deadline, block.head_start, end))
         return end
-
-    def _count_first(self, block: QueuedBlock, queue: ModelQueue, requests: int) -> None:
-        """Count the first requests of a block as queued."""
-        if requests:
-            count, steps = block.sizes[:requests, [SEQUENCES, STEPS]].sum(0).tolist()
-            longest, deadline = int(block.sizes[:requests, LONGEST].max()), float(block.deadlines[:requests].min())
-            first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
-            self._count(queue, first)
 
     def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue, now: float) -> ServiceError | None:
         """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""

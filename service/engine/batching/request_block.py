@@ -132,7 +132,6 @@ class QueuedBlock:
 
     @cached_property
     def due(self) -> NDArray[np.float64]:
-        """Return when each request is due."""
         start = self.arrived - self.head_start
         assert self._cost is not None, "the block has arrived"
         return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)

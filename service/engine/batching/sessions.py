@@ -244,7 +244,6 @@ class Sessions:
         return bool(self._table.of(key))
 
     def count(self) -> None:
-        """Update the gauges."""
         self._metrics.sessions.set(len(self._table))
         self._states.count()
 

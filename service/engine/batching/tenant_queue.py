@@ -88,10 +88,6 @@ class TenantQueue:
         self._join()
         return self._due
 
-    def first(self) -> QueuedBlock:
-        """Return the block of the sequence that is due first."""
-        return self._blocks[int(self.table()[0, NUMBER])]
-
     def take(self, places: NDArray[np.int64], steps: NDArray[np.int64]) -> tuple[list[QueuedBlock], list[Piece]]:
         """Remove these steps of the sequences at these places. Returns the requests that run as a whole, in blocks, and the other steps.
 

@@ -74,5 +74,4 @@ class Correction:
         return seconds + self.host_seconds if self.host_seconds > 0 else seconds
 
     def of(self, cost: Cost) -> Cost:
-        """Return a corrected cost."""
         return Cost(self.seconds(cost.fixed), self.factor * cost.per_step, self.factor * cost.per_token)
