@@ -54,7 +54,6 @@ class Batcher:
         self._arrivals = Arrivals(engine, table, self.sessions, self.submit, self._refuse)
         self._metrics = metrics
         self._clock = clock
-        self._errors = errors
         self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors)
 
     @property
