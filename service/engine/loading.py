@@ -24,9 +24,6 @@ CHECK_SECONDS = 0.02
 """Interval of the checks whether a version that closes can be unloaded."""
 CLOSING_SECONDS = 5.0
 """How long to wait until the frontends release a version. A frontend that is still silent then never knew the version."""
-LoadVersion = Callable[[ModelVersion, RunBetweenBatches], PreparedModel]
-"""Prepares a model version in the loader thread."""
-OnPrepared = Callable[[ServiceError | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,14 +43,15 @@ class _ClosingVersion:
 class ModelLoader:
     """Opens and closes model versions for the supervisor.
 
-    Calls `on_open` after it has opened a version, and `changed` after each change of the served versions.
+    `load` prepares a version in the loader thread. Calls `on_open` after it has opened a version, and `changed` after each change of the
+    served versions.
     """
 
     def __init__(
         self,
         engine: DeviceEngine,
         batcher: Batcher,
-        load: LoadVersion,
+        load: Callable[[ModelVersion, RunBetweenBatches], PreparedModel],
         log: Log,
         clock: Callable[[], float] = time.monotonic,
         on_open: Callable[[], None] = lambda: None,
@@ -77,7 +75,7 @@ class ModelLoader:
         """Return a descriptor that is readable when `settle` has work."""
         return self._loader.fileno()
 
-    def prepare(self, model_version: ModelVersion, on_prepared: OnPrepared) -> None:
+    def prepare(self, model_version: ModelVersion, on_prepared: Callable[[ServiceError | None], None]) -> None:
         """Load a version and serve it. Calls `on_prepared` with the error if it cannot be served, else with None."""
 
         def done(future: Future[PreparedModel]) -> None:

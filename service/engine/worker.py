@@ -21,7 +21,7 @@ from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.engine.session_calls import SessionCall, SessionCalls
 from service.engine.trials import TrialReports
-from service.errors import InferenceFailed, ServiceError
+from service.errors import ServiceError
 from service.ipc.blocks import ID, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
@@ -103,7 +103,12 @@ class Worker:
     def run_once(self) -> None:
         """Read the channels, run a batch, and send the answers."""
         running = self._engine.running
-        self._beat(running)
+        if running is None:
+            self._heartbeat.beat()
+        else:
+            # The next beat is due when the batch counts as hung, even if this loop still runs.
+            since, predicted = running
+            self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
         # The loop does not sleep while the device works: it would wake too late for the end of the batch.
         idle = running is None and self._batcher.idle
         self._read_channels(IDLE_SECONDS if idle else 0.0)
@@ -124,17 +129,6 @@ class Worker:
         elif time.monotonic() >= self._idle_work_due and self._batcher.idle and not self._engine.running:
             self._idle_work_due = time.monotonic() + IDLE_WORK_SECONDS
             self._work_while_idle()
-
-    def _beat(self, running: tuple[float, float] | None) -> None:
-        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs.
-
-        running: as in `DeviceEngine`.
-        """
-        if running is None:
-            self._heartbeat.beat()
-        else:
-            since, predicted = running
-            self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
 
     def _work_while_idle(self) -> None:
         """Check a model that is due. Return freed memory to the system if it is scarce: the frontends would refuse requests for it."""
@@ -240,17 +234,10 @@ class Worker:
         try:
             handle(frontend, frame, frame.message)
         except Exception as error:
-            self._refuse_frame(frontend, frame, self._errors.report(work, error))
-
-    def _refuse_frame(self, frontend: FrontendChannel, frame: Frame, failure: InferenceFailed) -> None:
-        """Refuse the requests of a message."""
-        match frame.message:
-            case RequestBlock(requests=count):
-                ids = np.frombuffer(frame.tail, ID, count).tolist()
-                frontend.refuse(ids, failure)
-            case Cancel() | Release():
-                pass  # no reply is due
-            case _:
+            failure = self._errors.report(work, error)
+            if isinstance(frame.message, RequestBlock):
+                frontend.refuse(np.frombuffer(frame.tail, ID, frame.message.requests).tolist(), failure)
+            elif not isinstance(frame.message, Cancel | Release):  # no reply to these is due
                 frontend.send_refusal(frame.id, failure)
 
     def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:

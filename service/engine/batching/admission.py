@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.engine.batching.due import STRETCH
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.model_queue import ModelQueue, WorkByDue
-from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, SchedulerLimits, steps_within_budget
 from service.engine.batching.tenant_queue import Rejection
-from service.engine.execution.cost_model import Cost
+from service.engine.execution.cost_model import Cost, FloatOrArray
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages.inference import Share
 from service.ipc.messages.models import ModelKey
 
 CAUTION = 1.5
 """A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
-
-FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
 
 
 class RefusedRequests(NamedTuple):
@@ -92,6 +89,9 @@ class Admission:
         if has_room and in_time and queue.rejections.get(tenant) is None:
             self._count(queue, block)
         else:
+            error = self._refusal_of_all(block, queue, now)
+            if error is not None:
+                return [RefusedRequests(block.ids, error)]
             refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
@@ -103,7 +103,6 @@ class Admission:
         return model in self._queues
 
     def waiting_by_model(self) -> dict[ModelKey, int]:
-        """Return the number of sequences that have not begun, by model."""
         return {
             model: queue.count - sum([work.begun for work in queue.tenants.values()]) for model, queue in self._queues.items()
         }
@@ -150,10 +149,10 @@ class Admission:
             uncovered = begin + np.flatnonzero(~covered)
             for place in range(len(uncovered)):
                 if self._free_places(block.share) < 1:
-                    full = {
-                        count: self._queue_full(block.share, count) for count in set(block.counts[uncovered[place:]].tolist())
-                    }
-                    refused += [([index], full[block.counts[index]]) for index in uncovered[place:].tolist()]
+                    counts = block.counts[uncovered[place:]]
+                    for count in set(counts.tolist()):
+                        full = uncovered[place:][counts == count].tolist()
+                        refused.append((full, self._queue_full(block.share, count)))
                     break
                 index = int(uncovered[place])
                 error = self._accept_one(block, index, queue, now, busy, work)
@@ -190,16 +189,20 @@ class Admission:
         if rejection is not None:
             sure &= ~rejection.covers(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
-        self._count_first(block, queue, end)
+        if end:
+            longest, deadline = int(block.sizes[:end, LONGEST].max()), float(block.deadlines[:end].min())
+            work = int(counts[end - 1]), int(steps[end - 1]), longest
+            self._count(queue, ArrivingRequest(block.share, *work, deadline, block.head_start, end))
         return end
 
-    def _count_first(self, block: QueuedBlock, queue: ModelQueue, requests: int) -> None:
-        """Count the first requests of a block as queued."""
-        if requests:
-            count, steps = block.work_of_first(requests)
-            longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
-            first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
-            self._count(queue, first)
+    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue, now: float) -> ServiceError | None:
+        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
+        rejection = queue.rejections.get(block.share.tenant)
+        if rejection is None:
+            full = block.sequences == block.requests and self._free_places(block.share) < 1
+            return self._queue_full(block.share, 1) if full else None
+        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
+        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
 
     # Predictions.
 
@@ -213,12 +216,10 @@ class Admission:
         # Sequences follow each other in each row of the batch, and the longest comes last.
         steps_per_row = longest if count <= max_sequences else (steps - longest) // max_sequences + longest
         rows = min(count, max_sequences)
-        batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
+        # A batch is likely to take the recent mean of steps, before the first batch the steps that the budget allows.
+        reach = int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, cost)
+        batches = max(-(-count // max_sequences), -(-steps_per_row // reach))
         return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
-
-    def _expected_steps(self, queue: ModelQueue, rows: int) -> int:
-        """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
-        return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
     def _free_places(self, share: Share, requests: int = 1) -> int:
         """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""

@@ -13,12 +13,9 @@ import numpy as np
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
 from service.engine.batching.sessions import Sessions
-from service.engine.batching.state_cache import close_handles
 from service.engine.batching.taken_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError
-
-FLOAT_BYTES = 4
 
 
 class Arrivals:
@@ -60,10 +57,11 @@ class Arrivals:
 
     def attach(self, block: QueuedBlock) -> QueuedBlock | None:
         """Return the block of the requests that may be queued now, with their state handles; None if there are none."""
-        options = block.options
+        options, stored = block.options, self._sessions.stored
         if not block.sessions:
             return self._attach_states(block)
-        if not (options.starts or options.ends or options.resubmitted or block.at or self._store_is_asked):
+        store_is_asked = stored is not None and stored.is_asked
+        if not (options.starts or options.ends or options.resubmitted or block.at or store_is_asked):
             handles = self._table.handles(block.model)
             of_chunks = [handles.get(session) for session in block.sessions]
             if None not in of_chunks and block.sequences == block.requests and block.shortest > 0:
@@ -71,13 +69,6 @@ class Arrivals:
                 block.handles = np.array(of_chunks)
                 return block
         return self._attach_each(block)
-
-    def turn_away(self, block: QueuedBlock, index: int) -> None:
-        """Take the state handles of a request that was refused before it was queued."""
-        if block.sessions:
-            self._sessions.turn_away(block, index)
-        else:
-            close_handles(self._states, block, index)
 
     def check_elsewhere(self, block: QueuedBlock, index: int) -> None:
         """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""
@@ -96,10 +87,6 @@ class Arrivals:
         for request in held:
             del self._held[request]
         return len(held)
-
-    @property
-    def _store_is_asked(self) -> bool:
-        return self._sessions.stored is not None and self._sessions.stored.is_asked
 
     def _attach_states(self, block: QueuedBlock) -> QueuedBlock:
         """Give every sequence of a block whose requests bring states or ask for them a handle of its own."""

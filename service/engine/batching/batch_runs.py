@@ -7,7 +7,7 @@ request by request, so only the request that caused the failure is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -62,7 +62,12 @@ class BatchRuns(RunningBatches):
     def start(self, scheduled: ScheduledBatch, before_launch: BeforeLaunch) -> None:
         """Launch a batch."""
         formed = self._clock()
-        self._count_queued(scheduled, formed)
+        labels = *scheduled.model.labels, "queue"
+        for block in scheduled.blocks:
+            self._metrics.stage_seconds.observe_often(formed - block.arrived, block.sequences, *labels)
+        for piece in scheduled.pieces:
+            if not piece.done:
+                self._metrics.stage_seconds.observe(formed - piece.block.arrived, *labels)
         pieces = [(self._assembly(piece), piece) for piece in scheduled.pieces]
         blocks = [*scheduled.blocks, *[assembly.block_of(piece, self._states) for assembly, piece in pieces]]
         self._run(scheduled.model, blocks, pieces, before_launch, formed)
@@ -157,15 +162,6 @@ class BatchRuns(RunningBatches):
         self._errors.log("model raised", error, model=model.name, version=model.version)
         return InferenceFailed("the model raised an exception on this request: the log of the service names it")
 
-    def _count_queued(self, scheduled: ScheduledBatch, now: float) -> None:
-        """Count how long the sequences that begin now have waited."""
-        labels = *scheduled.model.labels, "queue"
-        for block in scheduled.blocks:
-            self._metrics.stage_seconds.observe_often(now - block.arrived, block.sequences, *labels)
-        for piece in scheduled.pieces:
-            if not piece.done:
-                self._metrics.stage_seconds.observe(now - piece.block.arrived, *labels)
-
     def _assembly(self, piece: Piece) -> Assembly:
         """Return what joins the pieces of a request."""
         key = piece.block, piece.request
@@ -190,8 +186,10 @@ class BatchRuns(RunningBatches):
             elif moves is None or block.handles is None:
                 self._answer(block, result, ready)
             else:
-                withdrawn = running.withdrawn.get(block, set())
-                kept += self._finish_stateful(block, result, moves, rows, finite, withdrawn, failed, ready)
+                withdrawn = running.withdrawn.get(block, ())
+                answered, lost = self._finish_stateful(block, result, moves, rows, finite, withdrawn, ready)
+                kept += answered
+                failed += [(block, index) for index in lost if block.sessions]
             first = rows.stop
         if moves is not None:
             self._keep(running, moves, kept, ready)
@@ -216,34 +214,35 @@ class BatchRuns(RunningBatches):
         moves: StateMoves,
         rows: slice,
         finite: Flags | None,
-        withdrawn: set[int],
-        failed: list[BlockRequest],
+        withdrawn: Collection[int],
         ready: float,
-    ) -> list[int]:
-        """Answer requests with states. Returns the rows of the batch that sessions keep, and adds chunks without an answer to `failed`."""
-        answered = list(range(rows.start, rows.stop))
-        good: QueuedBlock | None = block
-        gone = [index for index, id in enumerate(block.ids) if id in withdrawn] if withdrawn else []
+    ) -> tuple[Iterable[int], list[int]]:
+        """Answer the requests of a block with states, but for those that nothing waits for.
+
+        rows: of the block in the batch. Returns the rows whose states are kept, and the requests that left no state.
+        """
+        gone = [block.ids.index(id) for id in withdrawn]
         try:
             if block.sessions:
                 result = result._replace(session_steps=moves.steps[rows])
             if block.returns.state:
                 result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
-            if gone or (finite is not None and not finite.all()):
+            if not gone and (finite is None or finite.all()):
+                failed, good, answered = list[int](), block, range(rows.start, rows.stop)
+            else:
                 not_finite = set() if finite is None else set(block.request_of[~finite].tolist())
-                for index in not_finite.difference(gone):
+                failed = sorted(not_finite.difference(gone))
+                for index in failed:
                     alone = block.select([index])
                     alone.owner.answer(alone, NOT_FINITE, ready)
-                    failed.append((block, index))
-                gone = sorted(not_finite.union(gone))
-                good, is_good = block.without(gone), ~np.isin(block.request_of, gone)
+                bad = sorted(not_finite.union(gone))
+                good, is_good = block.without(bad), ~np.isin(block.request_of, bad)
                 result, answered = rows_of(result, is_good), (rows.start + np.flatnonzero(is_good)).tolist()
             if good is None or self._answer(good, result, ready):
-                return answered
+                return answered, failed
         except Exception as error:
             block.owner.refuse([id for id in block.ids if id not in withdrawn], self._errors.report("answer", error))
-        failed += [(block, index) for index in range(block.requests) if index not in gone]
-        return []
+        return [], [index for index in range(block.requests) if index not in gone]
 
     def _keep(self, running: RunningBatch, moves: StateMoves, kept: list[int], ready: float) -> None:
         """Keep the states that answered requests have written, and drop the others."""

@@ -54,7 +54,6 @@ class Batcher:
         self._arrivals = Arrivals(engine, table, self.sessions, self.submit, self._refuse)
         self._metrics = metrics
         self._clock = clock
-        self._errors = errors
         self._runs = BatchRuns(engine, self._scheduler, self._states, self.sessions, metrics, clock, errors)
 
     @property
@@ -118,7 +117,7 @@ class Batcher:
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
             block.owner.refuse(refused.ids, refused.error)
             for id in refused.ids if block.handles is not None else ():
-                self._arrivals.turn_away(block, block.ids.index(id))
+                self.sessions.turn_away(block, block.ids.index(id))
 
     def cancel(self, owner: BlockOwner, id: int) -> None:
         """Drop the request of a client that has disconnected. The owner ignores answers that nothing waits for."""
@@ -195,7 +194,7 @@ class Batcher:
             if dropped is not None:
                 self._runs.leave(*dropped)
             elif block.handles is not None:
-                self._arrivals.turn_away(block, index)
+                self.sessions.turn_away(block, index)
 
     def _withdraw_chunks(self, session: Session, after: int) -> list[BlockRequest]:
         """See `Sessions`."""

@@ -27,7 +27,7 @@ GRAIN_SECONDS = 2**-10
 
 def allowance(cost: Cost, longest: NDArray[Any], seconds_left: NDArray[Any]) -> NDArray[np.float64]:
     """Return how long after their arrival requests are due. longest: steps of the longest sequence; seconds_left: until the deadline."""
-    alone = cost.of(longest, longest)  # type: ignore[arg-type]
+    alone = cost.of(longest, longest)
     longest_allowance: NDArray[np.float64] = np.maximum(
         0.0, np.minimum(STRETCH * (alone - cost.fixed), seconds_left - SLACK * alone)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
-from service.engine.batching.tenant_queue import LEFT, Rejection, TenantQueue
+from service.engine.batching.tenant_queue import LEFT, NUMBER, Rejection, TenantQueue
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages.models import ModelKey
 
@@ -68,7 +68,7 @@ class ModelQueue:
     def head_start(self) -> float:
         """Return the head start of the request that is due first."""
         first = min(self.tenants.values(), key=lambda work: float(work.due()[0]))
-        return first.first().head_start
+        return first.blocks()[int(first.table()[0, NUMBER])].head_start
 
 
 class WorkByDue:

@@ -132,7 +132,6 @@ class QueuedBlock:
 
     @cached_property
     def due(self) -> NDArray[np.float64]:
-        """Return when each request is due."""
         start = self.arrived - self.head_start
         assert self._cost is not None, "the block has arrived"
         return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
@@ -172,11 +171,6 @@ class QueuedBlock:
     def _first_steps(self) -> list[int]:
         """Return the first step of each sequence, and at the end the number of steps."""
         return list(accumulate(self.lengths, initial=0))
-
-    def work_of_first(self, requests: int) -> tuple[int, int]:
-        """Return the number of sequences of the first requests, and their steps."""
-        sequences = self.first_sequences[requests]
-        return sequences, self._first_steps[sequences]
 
     def select(self, indices: Sequence[int]) -> QueuedBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""

@@ -12,7 +12,7 @@ from service.engine.batching.assembly import Assembly
 from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
 from service.engine.batching.session_table import Session
 from service.engine.batching.sessions import Sessions
-from service.engine.batching.state_cache import StateCache, StateMoves, close_handles
+from service.engine.batching.state_cache import StateCache, StateMoves
 from service.engine.batching.tenant_queue import Piece
 
 
@@ -50,10 +50,8 @@ class RunningBatches:
         assembly = self._assemblies.get((block, index))
         if assembly is not None:
             self._end_assembly(assembly)
-        if block.sessions and block.handles is not None:
+        if block.handles is not None and (block.sessions or assembly is None):
             self._sessions.skip(block, index)
-        elif block.handles is not None and assembly is None:
-            close_handles(self._states, block, index)
 
     def has_begun(self, block: QueuedBlock, index: int) -> bool:
         """Return whether a request of the queue has run in part."""

@@ -79,43 +79,29 @@ class Scheduler(Admission):
 
     def drop_request(self, owner: BlockOwner, id: int) -> tuple[QueuedBlock, int] | None:
         """Remove one request of an owner's blocks. Returns its block and its place there, None if no queued block has it."""
-
-        def matching(block: QueuedBlock) -> int | None:
-            return block.ids.index(id) if block.owner is owner and id in block.ids else None
-
         for queue, work in self._works():
             for number, block in work.blocks().items():
-                request = matching(block)
-                if request is not None:
-                    table = work.table()
-                    of_request = work.of_blocks([number]) & (table[:, REQUEST] == request)
-                    if of_request.any():
-                        self._drop(queue, work, of_request)
+                if block.owner is owner and id in block.ids:
+                    request = block.ids.index(id)
+                    of_request = work.of_blocks([number]) & (work.table()[:, REQUEST] == request)
+                    if self._drop(queue, work, of_request):
                         return block, request
         return None
 
     def drop_chunks(self, model: ModelKey, handle: int, after: int = -1) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the chunks of a session, or those that arrived behind the request with the place `after` among all arrivals."""
-        dropped: list[tuple[QueuedBlock, list[int]]] = []
-        for queue, work in self._works(model):
-            table = work.table()
-            dropped += self._drop(queue, work, (table[:, HANDLE] == handle) & (table[:, ORDER] > after))
-        return dropped
+        return self._drop_each(lambda work: (work.table()[:, HANDLE] == handle) & (work.table()[:, ORDER] > after), model)
 
     def drop_owner(self, owner: BlockOwner) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the blocks of an owner."""
-        dropped: list[tuple[QueuedBlock, list[int]]] = []
-        for queue, work in self._works():
-            numbers = [number for number, block in work.blocks().items() if block.owner is owner]
-            dropped += self._drop(queue, work, work.of_blocks(numbers)) if numbers else []
-        return dropped
+        return self._drop_each(
+            lambda work: work.of_blocks([number for number, block in work.blocks().items() if block.owner is owner])
+        )
 
     def drop_late(self, now: float) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the requests with a past deadline. There is none before `earliest_deadline`."""
-        dropped: list[tuple[QueuedBlock, list[int]]] = []
-        for queue, work in self._works():
-            dropped += self._drop(queue, work, work.late(now))
-        self.earliest_deadline = min([work.earliest_deadline() for _, work in self._works()], default=math.inf)
+        dropped = self._drop_each(lambda work: work.deadlines() <= now)
+        self.earliest_deadline = min([float(work.deadlines().min()) for _, work in self._works()], default=math.inf)
         return dropped
 
     def next_batch(self) -> ScheduledBatch | None:
@@ -214,6 +200,12 @@ class Scheduler(Admission):
         for key, queue in list(self._queues.items()):
             if model is None or key == model:
                 yield from [(queue, work) for work in list(queue.tenants.values())]
+
+    def _drop_each(
+        self, matches: Callable[[TenantQueue], NDArray[np.bool_]], model: ModelKey | None = None
+    ) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the sequences that match from the work of every tenant."""
+        return [dropped for queue, work in self._works(model) for dropped in self._drop(queue, work, matches(work))]
 
     def _drop(self, queue: ModelQueue, work: TenantQueue, matches: NDArray[np.bool_]) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the matching sequences of a tenant. Returns their blocks, with their requests."""

@@ -77,11 +77,11 @@ def select(
         longest = np.maximum.accumulate(taken)
         fits = tokens <= limits.max_batch_tokens
         if max_seconds < math.inf:
-            fits &= _seconds(cost, longest, tokens) <= np.maximum(max_seconds, STRETCHED * _seconds(cost, longest, longest))
+            fits &= cost.of(longest, tokens) <= np.maximum(max_seconds, STRETCHED * cost.of(longest, longest))
         fits[:1] = True
         end = len(fits) if fits.all() else int(fits.argmin())
         # A long sequence would delay shorter sequences beyond the budget. It runs when it is first.
-        delays = (taken > usual) & (_seconds(cost, longest, tokens) > budget_seconds(limits, cost))
+        delays = (taken > usual) & (cost.of(longest, tokens) > budget_seconds(limits, cost))
         delays[:1] = False
         place = int(delays.argmax()) if delays.any() else len(delays)
         if divisible or place > end or place == len(delays):
@@ -146,12 +146,6 @@ def step_limit(limits: SchedulerLimits, shortest: int, rows: int, share: int, co
     """
     within_budget = steps_within_budget(limits, rows, share, cost)
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
-
-
-def _seconds(cost: Cost, longest: Array, tokens: Array) -> NDArray[np.float64]:
-    """Return `cost.of` many batches."""
-    seconds: NDArray[np.float64] = cost.fixed + cost.per_step * longest + cost.per_token * tokens
-    return seconds
 
 
 def _rounded(steps: int) -> int:

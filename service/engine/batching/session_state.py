@@ -59,10 +59,8 @@ def unpack(
     Names and shapes are compared before anything is allocated. A replica with another kind of device may have stored another dtype.
     trusted: the state comes from another replica, and may have the ids of earlier steps.
     """
-    shapes, expected = (
-        {name: stored.shape for name, stored in tensors.items()},
-        {name: tuple(like[name].shape) for name in like},
-    )
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in like.items()}
     # The ids of earlier steps, which a folded QRNN keeps, come in no state of a client: they are rows of a table.
     has_ids = {name for name, tensor in like.items() if not tensor.is_floating_point()}
     ids_stored = {name for name, stored in tensors.items() if stored.dtype in ID_DTYPES}

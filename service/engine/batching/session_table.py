@@ -16,14 +16,7 @@ import numpy as np
 
 from service.engine.batching.fair_shares import TENANT_SHARE
 from service.engine.batching.state_cache import StateCache
-from service.errors import (
-    ServiceError,
-    SessionConflict,
-    SessionExpired,
-    SessionLost,
-    TooManySessions,
-    UnknownSession,
-)
+from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages.inference import SessionOptions
 from service.ipc.messages.models import ModelKey
 from service.ipc.messages.sessions import DIGEST_BYTES, session_id, session_tenant
@@ -141,7 +134,6 @@ class SessionTable:
         return self._open.get(id)
 
     def of_handle(self, handle: int) -> Session:
-        """Return the session with a handle."""
         return self._by_handle[handle]
 
     def handles(self, key: ModelKey) -> dict[str, int]:
@@ -207,7 +199,6 @@ class SessionTable:
         return session
 
     def names(self) -> list[str]:
-        """Return the names of all open sessions."""
         return list(self._open)
 
     def end_reason(self, id: str) -> str:
@@ -225,7 +216,6 @@ class SessionTable:
         self._journal.write(record, _digest(id))
 
     def of(self, key: ModelKey) -> list[Session]:
-        """Return the open sessions of one model version."""
         return [session for session in self._open.values() if session.key == key]
 
     def lose(self, session: Session, reason: str) -> None:

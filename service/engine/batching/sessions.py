@@ -11,6 +11,7 @@ from service.engine.batching import session_state
 from service.engine.batching.assembly import result_without_steps
 from service.engine.batching.request_block import BlockRequest, QueuedBlock
 from service.engine.batching.session_table import Restart, Session, SessionTable
+from service.engine.batching.state_cache import close_handles
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device_engine import DeviceEngine
@@ -176,8 +177,11 @@ class Sessions:
             self.stored.answered(session)
 
     def skip(self, block: QueuedBlock, index: int) -> None:
-        """Note that a chunk has left without an answer, and refuse the chunks that arrived after it."""
+        """Free the states of a request that has left without an answer. Chunks of its session that arrived after it are refused."""
         assert block.handles is not None
+        if not block.sessions:
+            close_handles(self._states, block, index)
+            return
         session = self._table.of_handle(int(block.handles[index]))
         later = self._withdraw(session, int(block.orders[index]))
         self._remove(session, [(block, index), *later])
@@ -189,8 +193,11 @@ class Sessions:
         self.leave(session)
 
     def turn_away(self, block: QueuedBlock, index: int) -> None:
-        """Note that a chunk was refused before it was queued."""
+        """Free the states of a request that was refused before it was queued."""
         assert block.handles is not None
+        if not block.sessions:
+            close_handles(self._states, block, index)
+            return
         session = self._table.of_handle(int(block.handles[index]))
         self._remove(session, [(block, index)])
         self.leave(session)
@@ -237,7 +244,6 @@ class Sessions:
         return bool(self._table.of(key))
 
     def count(self) -> None:
-        """Update the gauges."""
         self._metrics.sessions.set(len(self._table))
         self._states.count()
 

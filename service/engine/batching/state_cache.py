@@ -264,7 +264,6 @@ class StateCache:
         self._slots_of(model).on_host[handle] = state
 
     def count(self) -> None:
-        """Update the gauges."""
         for key, slots in self._models.items():
             self._metrics.state_slots_used.set(slots.free.used, *key.labels)
 

@@ -38,5 +38,4 @@ class FreeSlots:
         self._free += len(slots)
 
     def free(self) -> Numbers:
-        """Return the free slots."""
         return self._slots[: self._free]

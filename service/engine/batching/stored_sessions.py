@@ -46,7 +46,6 @@ class StoredSessions(TakenSessions):
         self._send = None
 
     def handle(self, message: Message, tail: bytes | memoryview) -> None:
-        """Handle a message of the store."""
         self._handlers[type(message)](message, tail)
 
     def answered(self, session: Session) -> None:

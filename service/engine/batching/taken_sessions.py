@@ -317,7 +317,6 @@ class TakenSessions:
 
 
 def now_ms() -> int:
-    """Return Unix time in milliseconds."""
     return round(datetime.now(UTC).timestamp() * 1000)
 
 

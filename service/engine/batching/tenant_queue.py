@@ -89,10 +89,6 @@ class TenantQueue:
         self._join()
         return self._due
 
-    def first(self) -> QueuedBlock:
-        """Return the block of the sequence that is due first."""
-        return self._blocks[int(self.table()[0, NUMBER])]
-
     def take(self, places: NDArray[np.int64], steps: NDArray[np.int64]) -> tuple[list[QueuedBlock], list[Piece]]:
         """Remove these steps of the sequences at these places. Returns the requests that run as a whole, in blocks, and the other steps.
 
@@ -137,15 +133,10 @@ class TenantQueue:
         self._remove(places, rows[:, NUMBER])
         return dropped
 
-    def late(self, now: float) -> NDArray[np.bool_]:
-        """Return which sequences have a past deadline."""
+    def deadlines(self) -> NDArray[np.float64]:
+        """Return the deadline of each sequence, in order."""
         self._join()
-        return self._deadlines <= now
-
-    def earliest_deadline(self) -> float:
-        """Return the earliest deadline. There is at least one sequence."""
-        self._join()
-        return float(self._deadlines.min())
+        return self._deadlines
 
     def of_blocks(self, numbers: Sequence[int]) -> NDArray[np.bool_]:
         """Return which sequences belong to these blocks."""

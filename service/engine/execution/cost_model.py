@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from numpy.typing import NDArray
 
 NEWEST, NEWEST_OF_HOST = 0.1, 0.03
 """Weights of the newest batch in the running means of the factor and of the host's time, which varies more."""
 FARTHEST = 4.0
 """A batch counts as at most this multiple of its expected time: it may have waited for something else. The correction still follows
 a device or a host that stays slow, however slow it is: otherwise every admitted request would miss its deadline."""
+
+
+FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
 
 
 class Cost(NamedTuple):
@@ -20,8 +25,8 @@ class Cost(NamedTuple):
     per_step: float
     per_token: float
 
-    def of(self, longest: int, tokens: int) -> float:
-        """Return the seconds of a batch."""
+    def of(self, longest: FloatOrArray, tokens: FloatOrArray) -> FloatOrArray:
+        """Return the seconds of a batch, or of each of many."""
         return self.fixed + self.per_step * longest + self.per_token * tokens
 
     def steps_within(self, seconds: float, rows: int) -> int:
@@ -69,5 +74,4 @@ class Correction:
         return seconds + self.host_seconds if self.host_seconds > 0 else seconds
 
     def of(self, cost: Cost) -> Cost:
-        """Return a corrected cost."""
         return Cost(self.seconds(cost.fixed), self.factor * cost.per_step, self.factor * cost.per_token)

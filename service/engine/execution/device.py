@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -66,20 +65,12 @@ def reserve_memory(device: torch.device, max_bytes: int) -> None:
     del blocks
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Counts of torch's allocator: cudaMalloc calls and allocated blocks since the start, and bytes held now."""
-
-    mallocs: int = 0
-    allocations: int = 0
-    reserved_bytes: int = 0
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceMemory:
-        if device.type != "cuda":
-            return cls()
-        stats = torch.cuda.memory_stats(device)
-        return cls(stats["num_device_alloc"], stats["allocation.all.allocated"], stats["reserved_bytes.all.current"])
+def memory_counts(device: torch.device) -> tuple[int, int, int]:
+    """Return the cudaMalloc calls and the allocated blocks of torch's allocator since the start, and the bytes that it holds now."""
+    if device.type != "cuda":
+        return 0, 0, 0
+    stats = torch.cuda.memory_stats(device)
+    return stats["num_device_alloc"], stats["allocation.all.allocated"], stats["reserved_bytes.all.current"]
 
 
 def available_bytes(device: torch.device) -> int:
@@ -93,25 +84,6 @@ def available_bytes(device: torch.device) -> int:
         # Only Linux has the file. The whole memory is then the limit.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
-class StreamPool:
-    """Streams for the preparation of models while others serve. No two served models share a stream.
-
-    A library keeps workspaces per stream, and a captured graph continues to use them: another capture on the stream would overwrite them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.cuda.Stream] = []
-
-    def take(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return stream
-
-    def put_back(self, stream: torch.cuda.Stream) -> None:
-        """Return the stream of a model that is not served any more."""
-        self._free.append(stream)
 
 
 class Copy:

@@ -14,7 +14,7 @@ import torch
 from service.engine.batch import Batch, rows_block
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.cost_model import NEWEST, Cost
-from service.engine.execution.device import DeviceLost, DeviceMemory, raise_if_lost
+from service.engine.execution.device import DeviceLost, memory_counts, raise_if_lost
 from service.engine.execution.in_flight import Array, EndObserver, FinishedBatch, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.execution.served_models import IN_FLIGHT, PreparedModel, ServedModels
@@ -181,10 +181,10 @@ class DeviceEngine(ServedModels):
 
     def count_memory(self) -> None:
         """Update the memory metrics of the device."""
-        memory = DeviceMemory.of(self.device)
-        self._metrics.device_mallocs.raise_to(memory.mallocs)
-        self._metrics.device_allocations.raise_to(memory.allocations)
-        self._metrics.device_reserved_bytes.set(memory.reserved_bytes)
+        mallocs, allocations, reserved_bytes = memory_counts(self.device)
+        self._metrics.device_mallocs.raise_to(mallocs)
+        self._metrics.device_allocations.raise_to(allocations)
+        self._metrics.device_reserved_bytes.set(reserved_bytes)
 
     def _collect(self) -> None:
         """Take the results of the batches that have ended."""

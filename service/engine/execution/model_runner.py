@@ -109,14 +109,11 @@ def _measure_cost(encoder: Encoder, rows: int, steps: int, tokens: int) -> Cost:
         for factor in _doubling(max(1, tokens // (rows * steps)))[1:]:
             encoder.time_batch(rows, min(steps * factor, encoder.spec.input.max_steps))
     longer = max(steps, min(4 * steps, encoder.spec.input.max_steps))
-    alone, long, together = (_fastest_trial(encoder, *size) for size in ((1, steps), (1, longer), (rows, steps)))
+    sizes = (1, steps), (1, longer), (rows, steps)
+    alone, long, together = (min(encoder.time_batch(*size) for _ in range(TRIALS)) for size in sizes)
     # On a busy machine the short row may take longer. A step is then predicted to take too much time rather than none.
     per_step = (long - alone) / (longer - steps) if long > alone and longer > steps else long / longer
     return Cost(max(0.0, alone - per_step * steps), per_step, max(0.0, together - alone) / (rows * steps))
-
-
-def _fastest_trial(encoder: Encoder, rows: int, steps: int) -> float:
-    return min(encoder.time_batch(rows, steps) for _ in range(TRIALS))
 
 
 def _on_host(encoding: Encoding, ragged: Ragged) -> BatchArrays:

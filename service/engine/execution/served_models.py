@@ -14,7 +14,7 @@ from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import ZERO_SLOT, Numbers
 from service.engine.execution.cost_model import Correction, Cost
 from service.engine.execution.cuda_graph_runner import CudaGraphRunner
-from service.engine.execution.device import OutputCollector, StreamPool, raise_if_lost, reserve_memory
+from service.engine.execution.device import OutputCollector, raise_if_lost, reserve_memory
 from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches, run_now
 from service.engine.execution.model_runner import ModelRunner
 from service.ipc.messages.inference import LoadedModel
@@ -70,7 +70,9 @@ class ServedModels:
         on_gpu = device.type == "cuda"
         self._collectors = [OutputCollector(index, COLLECTOR_BYTES) for index in range(IN_FLIGHT)] if on_gpu else []
         self._pool = GraphPool(device) if on_gpu else None
-        self._streams = StreamPool(device)
+        self._free_streams: list[torch.cuda.Stream] = []
+        """For the preparation of models. A library keeps workspaces per stream, and a captured graph continues to use them: no two served
+        models share a stream."""
         self._arena_bytes = 0
         self._served: dict[ModelKey, _ServedModel] = {}
 
@@ -118,31 +120,42 @@ class ServedModels:
         if self._pool is None:
             return PreparedModel(self._warm_up(make()))
         torch.cuda.set_device(self.device)
-        stream = self._streams.take()
+        stream = self._free_streams.pop() if self._free_streams else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(stream):
                 runner = self._warm_up(make(), run_between_batches)
                 largest_bytes = runner.largest_bytes()
                 stream.synchronize()
         except BaseException:
-            self._streams.put_back(stream)
+            self._free_streams.append(stream)
             raise
         return PreparedModel(runner, stream, largest_bytes)
 
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
-        """Serve a prepared model from now on."""
+        """Serve a prepared model from now on. Logs if some of its batches have no graph."""
         arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
         if arena_bytes > self._arena_bytes:
             reserve_memory(self.device, arena_bytes)
             self._arena_bytes = arena_bytes
         self._served[key] = _ServedModel(prepared.runner, prepared.stream, prepared.runner.cost)
-        self._report(key, prepared.runner)
+        self._metrics.weight_bytes.set(prepared.runner.encoder.weight_bytes(), *key.labels)
+        self._metrics.graphs.set(prepared.runner.graphs, *key.labels)
+        for layer, backend in prepared.runner.encoder.backends().items():
+            self._metrics.backend.set(1, *key.labels, layer, backend)
+        if prepared.runner.fallback_reason:
+            Log("engine").warning(
+                "some batches run without a graph",
+                model=key.name,
+                version=key.version,
+                graphs=prepared.runner.graphs,
+                reason=prepared.runner.fallback_reason,
+            )
 
     def close(self, key: ModelKey) -> None:
         """Stop serving a model that has no batch in flight."""
         stream = self._served.pop(key).stream
         if stream is not None:
-            self._streams.put_back(stream)
+            self._free_streams.append(stream)
         if not any(served.labels == key.labels for served in self._served):
             self._metrics.forget(*key.labels)
 
@@ -186,18 +199,3 @@ class ServedModels:
         if self._pool is None:
             return ModelRunner(encoder, **self._limits)
         return CudaGraphRunner(encoder, self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches)
-
-    def _report(self, key: ModelKey, runner: ModelRunner) -> None:
-        """Show a model in the metrics, and log if some of its batches have no graph."""
-        self._metrics.weight_bytes.set(runner.encoder.weight_bytes(), *key.labels)
-        self._metrics.graphs.set(runner.graphs, *key.labels)
-        for layer, backend in runner.encoder.backends().items():
-            self._metrics.backend.set(1, *key.labels, layer, backend)
-        if runner.fallback_reason:
-            Log("engine").warning(
-                "some batches run without a graph",
-                model=key.name,
-                version=key.version,
-                graphs=runner.graphs,
-                reason=runner.fallback_reason,
-            )
