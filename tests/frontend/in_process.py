@@ -49,7 +49,7 @@ from service.metrics import Metrics, Snapshot
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from service.supervisor.repository import Repository
-from tests.frontend.dispatch.test_dispatcher import answer_frame, requests_of
+from tests.frontend.dispatch.frames import answer_frame, requests_of
 from tests.serving import LIMIT_SECONDS, Server
 
 STREAMS = ("accumulator", "forecaster", "numbers", "sensors", "speller")

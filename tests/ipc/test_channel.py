@@ -91,7 +91,9 @@ def test_large_frames_cross_without_blocking(ends: tuple[Channel, Channel]) -> N
     tails = [os.urandom(size) for size in (2 * MIB, 5, 5 * MIB, 0, 2 * MIB)]
     for id, tail in enumerate(tails):
         sender.send(encode(AnswerBlock(0, 0), id, (tail[:5], bytearray(tail[5:9]), memoryview(tail)[9:])))
-    sender.send(encode(AnswerBlock(0, 0), len(tails), (tails[0][:5],), following=2 * MIB - 5), following=memoryview(tails[0])[5:])
+    sender.send(
+        encode(AnswerBlock(0, 0), len(tails), (tails[0][:5],), following=2 * MIB - 5), following=memoryview(tails[0])[5:]
+    )
     tails.append(tails[0])
     assert not sender.flush()
     frames = receive_all(sender, receiver, count=len(tails))

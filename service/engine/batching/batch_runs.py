@@ -7,7 +7,7 @@ request by request, so only the request that caused the failure is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -216,20 +216,19 @@ class BatchRuns(RunningBatches):
         finite: Flags | None,
         withdrawn: Collection[int],
         ready: float,
-    ) -> tuple[Iterable[int], list[int]]:
+    ) -> tuple[list[int], list[int]]:
         """Answer the requests of a block with states, but for those that nothing waits for.
 
         rows: of the block in the batch. Returns the rows whose states are kept, and the requests that left no state.
         """
-        gone = [block.ids.index(id) for id in withdrawn]
+        good: QueuedBlock | None = block
+        gone, failed, answered = [block.ids.index(id) for id in withdrawn], list[int](), list(range(rows.start, rows.stop))
         try:
             if block.sessions:
                 result = result._replace(session_steps=moves.steps[rows])
             if block.returns.state:
                 result = result._replace(state=self._engine.state_vectors(block.model, moves.writes[rows]))
-            if not gone and (finite is None or finite.all()):
-                failed, good, answered = list[int](), block, range(rows.start, rows.stop)
-            else:
+            if gone or (finite is not None and not finite.all()):
                 not_finite = set() if finite is None else set(block.request_of[~finite].tolist())
                 failed = sorted(not_finite.difference(gone))
                 for index in failed:

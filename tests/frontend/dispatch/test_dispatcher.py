@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,11 +14,10 @@ import pytest
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable, UnknownModel
 from service.frontend.dispatch.connection import Answered, PredictedWait
 from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
-from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
+from service.ipc.blocks import ID
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode, pair
 from service.ipc.messages.inference import (
     Answer,
-    AnswerBlock,
     AnswerWithoutSteps,
     Backlog,
     Cancel,
@@ -26,13 +25,13 @@ from service.ipc.messages.inference import (
     LoadedModel,
     RefusalBlock,
     Request,
-    RequestBlock,
     TrialEnded,
 )
 from service.ipc.messages.message import Refusal
 from service.ipc.messages.sessions import EndSession
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
+from tests.frontend.dispatch.frames import answer_frame, requests_of
 
 SECONDS_PER_TOKEN = 1.0
 LARGE = bytes(6_000)
@@ -76,50 +75,6 @@ class EngineProcess:
         """Send answers and a backlog report in one write."""
         answers = b"".join(answer_frame(frame.id, Answer((1, 1))) for frame in frames)
         self.send(answers + encode(Backlog(backlog, self.channel.frames_received)))
-
-
-def requests_of(frame: Frame) -> list[Frame]:
-    """Return a frame for each request of a block, and any other frame unchanged."""
-    message = frame.message
-    if not isinstance(message, RequestBlock):
-        return [frame]
-    columns = Columns.read(frame.tail, message.requests, message.sequences, message.state_bytes)
-    options, row_bytes = message.options, len(columns.states) // message.sequences
-    lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
-    frames, row, begin, before = [], 0, 0, 0
-    counts = np.frombuffer(columns.counts, COUNT).tolist()
-    sessions: list[Any] = message.sessions or [None] * message.requests
-    at = message.at or [-1] * message.requests
-    ids = np.frombuffer(columns.ids, ID).tolist()
-    for id, deadline, count, session, steps in zip(ids, deadlines, counts, sessions, at, strict=True):
-        own = lengths[row : row + count]
-        states = columns.states[row * row_bytes : (row + count) * row_bytes]
-        sent = Request(
-            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns, session),
-            *(options.starts, options.ends, message.generation, options.exactly, options.resubmitted, options.limit),
-            *(message.share, len(states), message.timed, None if steps < 0 else steps, options.opens),
-        )
-        row, before = row + count, before + sum(own)
-        end = len(columns.values) * before // message.steps if message.steps else 0
-        frames.append(Frame(cast(Any, sent), id, bytes(columns.values[begin:end]) + bytes(states)))
-        begin = end
-    return frames
-
-
-def answer_frame(id: int, answer: Answer, data: bytes | memoryview = b"") -> bytes:
-    """Return the frame of the answer to one request. data: of its arrays."""
-    count = len(answer.steps) or (answer.scores or (0,))[0]
-    steps = answer.steps or [1] * count
-    message = AnswerBlock(
-        *(1, count, answer.scores, answer.picks, answer.embedding, answer.sequence),
-        per_step=any(shape and shape[0] != count for shape in (answer.scores, answer.picks)),
-        ready=answer.ready,
-        state=answer.state,
-        finite=answer.finite,
-        sessions=True,
-    )
-    columns = np.array([id], ID), np.array([count], COUNT), np.array(steps, COUNT), np.array([answer.session_steps])
-    return encode(message, tail=(*columns, data))
 
 
 def request(seconds: float = 60.0, steps: int = 2) -> Request:

@@ -30,7 +30,8 @@ from service.ipc.messages.message import Refusal
 from service.ipc.messages.tracing import Api
 from service.metrics import CUT_OFF, GONE, Metrics
 from tests import models
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, answer_frame, meet, run
+from tests.frontend.dispatch.frames import answer_frame
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 from tests.frontend.in_process import frontend_of
 
 HEAD = RequestHead("/infer", 0, {}, LOCAL)
