@@ -8,7 +8,7 @@ import numpy as np
 
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_cache import StateCache
-from service.engine.batching.tenant_queue import Piece
+from service.engine.batching.tenant_queue import NO_HANDLE, Piece
 from service.engine.execution.in_flight import BlockResult
 from service.ipc.blocks import COUNT
 from service.ipc.messages.inference import MAX_RUNS, BatchRun
@@ -16,7 +16,8 @@ from service.ipc.messages.inference import MAX_RUNS, BatchRun
 PER_SEQUENCE = ("scores", "picks", "embedding", "sequence")
 
 
-NOT_FINITE = BlockResult(None, None, None, None, b"", is_finite=False)
+EMPTY = BlockResult(None, None, None, None, b"")
+NOT_FINITE = EMPTY._replace(is_finite=False)
 """The result of requests with states that led to values that are not finite."""
 
 
@@ -32,28 +33,34 @@ class Assembly:
     def __init__(self, block: QueuedBlock, request: int) -> None:
         self.key = block, request
         self.whole = block.select([request])
-        self._sequences = range(block.first_sequences[request], block.first_sequences[request + 1])
-        self.handles = {} if block.handles is None else {row: int(block.handles[row]) for row in self._sequences}
+        sequences = range(block.first_sequences[request], block.first_sequences[request + 1])
+        self._first = sequences.start
+        self.handles = {} if block.handles is None else {row: int(block.handles[row]) for row in sequences}
         self.states: dict[int, bytes] = {}
         self.ended = False
-        self._results: dict[int, list[BlockResult]] = {row: [] for row in self._sequences}
-        self._incomplete = len(self._sequences)
+        self._results: list[tuple[Piece, BlockResult]] = []
+        self._incomplete = len(sequences)
         self._runs: list[BatchRun] = []
 
     def block_of(self, piece: Piece, states: StateCache) -> QueuedBlock:
-        """Return a piece as a block, with the state handle of its sequence: its own, or a new one if other pieces follow."""
-        block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps)
-        handle = self.handles.get(piece.sequence)
-        if handle is None and not (piece.done == 0 and piece.last):
-            handle = self.handles[piece.sequence] = states.open()
-        if handle is not None:
-            block.handles = np.array([handle])
+        """Return a piece as a block, with the state handles of its sequences: their own, or new ones where other pieces follow.
+
+        A sequence that runs whole beside others without a state may have none.
+        """
+        sequences, done = piece.sequences.tolist(), piece.done.tolist()
+        block = piece.block.piece(piece.request, sequences, done, piece.steps)
+        for sequence, before, is_last in zip(sequences, done, piece.last.tolist(), strict=True):
+            if sequence not in self.handles and (before or not is_last):
+                self.handles[sequence] = states.open()
+        handles = [self.handles.get(sequence, NO_HANDLE) for sequence in sequences]
+        if any(handle != NO_HANDLE for handle in handles):
+            block.handles = np.array(handles)
         return block
 
-    def add(self, sequence: int, result: BlockResult, *, last: bool) -> bool:
+    def add(self, piece: Piece, result: BlockResult) -> bool:
         """Add the result of a piece. Returns whether the request is complete. The pieces of a sequence end in their order."""
-        self._results[sequence].append(result)
-        self._incomplete -= last
+        self._results.append((piece, result))
+        self._incomplete -= int(np.count_nonzero(piece.last))
         if result.runs and (not self._runs or self._runs[-1] is not result.runs[0]):
             # Beyond MAX_RUNS, each replaces the last.
             self._runs[MAX_RUNS - 1 :] = result.runs
@@ -61,26 +68,27 @@ class Assembly:
 
     def result(self) -> BlockResult:
         """Return the result of the whole request, which is complete."""
-        steps = [sum(int(np.frombuffer(piece.steps, COUNT)[0]) for piece in pieces) for pieces in self._results.values()]
-        arrays = {name: self._joined(name) for name in PER_SEQUENCE}
-        per_step = self._results[self._sequences[0]][-1].per_step
-        state = b"".join([self.states[row] for row in self._sequences if self.states])
-        return BlockResult(**arrays, steps=np.array(steps, COUNT).tobytes(), per_step=per_step, runs=self._runs, state=state)
-
-    def _joined(self, name: str) -> Any:
-        """Join the arrays of a kind: every piece's if they have a line per step, else the last piece's of each sequence."""
-        last = self._results[self._sequences[0]][-1]
-        if getattr(last, name) is None:
-            return None
-        per_step = name == "sequence" or (last.per_step and name != "embedding")
-        return np.concatenate(
-            [getattr(piece, name) for pieces in self._results.values() for piece in (pieces if per_step else pieces[-1:])]
-        )
+        steps = np.concatenate([np.frombuffer(result.steps, COUNT) for _, result in self._results])
+        sequences = np.concatenate([piece.sequences for piece, _ in self._results])
+        last = np.concatenate([piece.last for piece, _ in self._results])
+        of_steps = np.repeat(sequences, steps).argsort(kind="stable")
+        of_last = np.flatnonzero(last)[sequences[last].argsort()]
+        per_step = self._results[0][1].per_step
+        arrays: dict[str, Any] = {}
+        for name in PER_SEQUENCE:
+            parts = [getattr(result, name) for _, result in self._results]
+            if parts[0] is not None:
+                lines = of_steps if name == "sequence" or (per_step and name != "embedding") else of_last
+                arrays[name] = np.concatenate(parts).take(lines, axis=0)
+        total = np.zeros(self.whole.sequences, COUNT)
+        np.add.at(total, sequences - self._first, steps)
+        state = b"".join([self.states[row] for row in sorted(self.states)])
+        return EMPTY._replace(**arrays, steps=total.tobytes(), per_step=per_step, runs=self._runs, state=state)
 
 
 def result_without_steps(session_steps: int) -> BlockResult:
     """Return the result of a request that only ends a session, which has had so many steps."""
-    return BlockResult(None, None, None, None, b"", session_steps=np.array([session_steps]))
+    return EMPTY._replace(session_steps=np.array([session_steps]))
 
 
 def rows_of(result: BlockResult, rows: Any) -> BlockResult:

@@ -66,8 +66,8 @@ class BatchRuns(RunningBatches):
         for block in scheduled.blocks:
             self._metrics.stage_seconds.observe_often(formed - block.arrived, block.sequences, *labels)
         for piece in scheduled.pieces:
-            if not piece.done:
-                self._metrics.stage_seconds.observe(formed - piece.block.arrived, *labels)
+            begins = int(np.count_nonzero(piece.done == 0))
+            self._metrics.stage_seconds.observe_often(formed - piece.block.arrived, begins, *labels)
         pieces = [(self._assembly(piece), piece) for piece in scheduled.pieces]
         blocks = [*scheduled.blocks, *[assembly.block_of(piece, self._states) for assembly, piece in pieces]]
         self._run(scheduled.model, blocks, pieces, before_launch, formed)
@@ -81,12 +81,13 @@ class BatchRuns(RunningBatches):
         formed: float = math.inf,
     ) -> None:
         """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see RunningBatch."""
+        running = RunningBatch(Batch(model, blocks), pieces)
         try:
-            moves = self._states.prepare(model, blocks, len(pieces))
+            moves = self._states.prepare(model, blocks, running.piece_rows)
         except DeviceLost:
             raise
         except Exception as error:
-            self._run_alone(RunningBatch(Batch(model, blocks), pieces), before_launch, error)
+            self._run_alone(running, before_launch, error)
             return
         since = min(map(ARRIVED_OF, blocks)) if formed < math.inf else math.inf
         batch = Batch(model, blocks, since, formed, *(() if moves is None else (moves.reads, moves.writes)))
@@ -105,17 +106,14 @@ class BatchRuns(RunningBatches):
             self._run_alone(running, before_launch, error)
             return
         if moves is not None:
-            self._states.advance(model, moves, len(pieces))
+            self._states.advance(model, moves, running.piece_rows)
 
     def _run_alone(self, failed: RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
         """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""
         batch = failed.batch
         self._end_withdrawn(failed)
-        if (
-            len(batch.blocks) == 1
-            and batch.blocks[0].requests == 1
-            and (batch.rows == 1 or batch.blocks[0].handles is not None)
-        ):
+        is_one_request = len(batch.blocks) == 1 and batch.blocks[0].requests == 1 and not failed.pieces
+        if batch.rows == 1 or (is_one_request and batch.blocks[0].handles is not None):
             self._refuse_failed(failed, error)
             return
         if isinstance(error, OutOfMemory):
@@ -127,20 +125,24 @@ class BatchRuns(RunningBatches):
                     self._run_request(block.select([index]), before_launch)
                 elif block.handles is not None and not block.sessions:
                     close_handles(self._states, block, index)
-        for (assembly, piece), block in zip(failed.pieces, batch.blocks[len(failed.whole) :], strict=True):
+        for assembly, piece in failed.pieces:
+            self._run_sequences(assembly, piece, before_launch)
+
+    def _run_sequences(self, assembly: Assembly, piece: Piece, before_launch: BeforeLaunch) -> None:
+        """Run the sequences of a piece one by one, until one fails."""
+        for row in range(len(piece.sequences)):
             if not assembly.ended:
-                self._run(batch.model, [block], [(assembly, piece)], before_launch)
+                alone = piece.alone(row)
+                self._run(piece.block.model, [assembly.block_of(alone, self._states)], [(assembly, alone)], before_launch)
 
     def _run_request(self, block: QueuedBlock, before_launch: BeforeLaunch) -> None:
         """Run the request of a block alone, without a state each of its sequences."""
         if block.sequences == 1 or block.handles is not None:
             self._run(block.model, [block], [], before_launch)
             return
-        pieces = [Piece(block, 0, sequence, 0, steps, last=True) for sequence, steps in enumerate(block.lengths)]
-        assembly = self._assembly(pieces[0])
-        for piece in pieces:
-            if not assembly.ended:
-                self._run(block.model, [assembly.block_of(piece, self._states)], [(assembly, piece)], before_launch)
+        count = block.sequences
+        piece = Piece(block, 0, np.arange(count), np.zeros(count, np.int64), np.array(block.lengths), np.ones(count, bool))
+        self._run_sequences(self._assembly(piece), piece, before_launch)
 
     def _refuse_failed(self, failed: RunningBatch, error: Exception) -> None:
         """Refuse the only request of a failed batch, unless nothing waits for it."""
@@ -269,14 +271,14 @@ class BatchRuns(RunningBatches):
             return
         whole = assembly.whole
         try:
-            if whole.handles is not None and finite is not None and not finite[0]:
+            if whole.handles is not None and finite is not None and not finite.all():
                 self._scheduler.drop_request(whole.owner, whole.ids[0])
                 whole.owner.answer(whole, NOT_FINITE, ready)
                 self.leave(*assembly.key)
                 return
-            is_complete = assembly.add(piece.sequence, result, last=piece.last)
-            if piece.last and not whole.sessions:
-                self._end_sequence(assembly, piece.sequence)
+            is_complete = assembly.add(piece, result)
+            for sequence in piece.sequences[piece.last].tolist() if not whole.sessions else ():
+                self._end_sequence(assembly, sequence)
             if is_complete:
                 self._answer_assembly(assembly, ready)
         except Exception as error:

@@ -207,16 +207,19 @@ class QueuedBlock:
         gone = set(indices)
         return self.select([index for index in range(self.requests) if index not in gone])
 
-    def piece(self, request: int, sequence: int, done: int, steps: int) -> QueuedBlock:
-        """Return a block of some steps of one sequence, which belongs to a request. done: the steps before them."""
-        begin, columns = self._first_steps[sequence] + done, self.columns
+    def piece(self, request: int, sequences: Sequence[int], done: Sequence[int], steps: NDArray[np.int64]) -> QueuedBlock:
+        """Return a block of some steps of sequences of one request. done: of each, the steps before them."""
+        begins, columns = [self._first_steps[sequence] for sequence in sequences], self.columns
+        values = [
+            (begin + before, begin + before + count) for begin, before, count in zip(begins, done, steps.tolist(), strict=True)
+        ]
         return self._with(
             Columns(
                 _parts(columns.ids, [(request, request + 1)], self.requests),
                 _parts(columns.deadlines, [(request, request + 1)], self.requests),
-                np.ones(1, COUNT).tobytes(),
-                np.full(1, steps, COUNT).tobytes(),
-                _parts(columns.values, [(begin, begin + steps)], self.steps),
+                np.full(1, len(steps), COUNT).tobytes(),
+                steps.astype(COUNT).tobytes(),
+                _parts(columns.values, values, self.steps),
             ),
             sessions=(),
             at=(),

@@ -34,6 +34,11 @@ class RunningBatch:
         """Return the blocks of the requests that run as a whole."""
         return self.batch.blocks[: len(self.batch.blocks) - len(self.pieces)]
 
+    @property
+    def piece_rows(self) -> int:
+        """Return how many rows the pieces have."""
+        return sum([len(piece.sequences) for _, piece in self.pieces])
+
 
 class RunningBatches:
     """The batches in flight, and what has run of requests that run in pieces."""

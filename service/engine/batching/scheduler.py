@@ -186,9 +186,12 @@ class Scheduler(Admission):
         ended = sum([block.sequences for block in blocks])
         begun, waited = 0, ended
         for piece in pieces:
-            ended += piece.last
-            waited += not piece.done
-            begun += (not piece.done) - piece.last
+            begins, ends = int(np.count_nonzero(piece.done == 0)), int(np.count_nonzero(piece.last))
+            ended += ends
+            waited += begins
+            begun += int(np.count_nonzero((piece.done == 0) & ~piece.last)) - int(
+                np.count_nonzero((piece.done > 0) & piece.last)
+            )
         total = int(steps.sum())
         self._shares.charge(tenant, queue.price(len(places), total))
         queue.count_work(tenant, -ended, -total, begun)

@@ -149,21 +149,24 @@ class StateCache:
     # Batches.
 
     def prepare(self, model: ModelKey, blocks: Sequence[QueuedBlock], pieces: int) -> StateMoves | None:
-        """Return how the states of a batch move, None for a batch without states. pieces: how many of the last blocks are pieces."""
-        with_state = [block.handles for block in blocks if block.handles is not None]
-        if not with_state:
+        """Return how the states of a batch move, None for a batch without states. pieces: how many of the last rows are."""
+        if all(block.handles is None for block in blocks):
             return None
         slots, lengths = self._slots_of(model), np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
-        handles = with_state[0] if len(with_state) == 1 else np.concatenate(with_state)
+        of_rows = _handles_of(blocks)
+        rows = np.flatnonzero(of_rows != NO_HANDLE)
+        every = len(rows) == len(of_rows)
+        handles = of_rows if every else of_rows[rows]
         self._use(model, slots, handles)
         slots.writing += len(handles)
-        taken = slots.free.take(len(handles))
-        slots.holders[taken] = handles
-        if len(with_state) == len(blocks):
-            rows: Numbers | slice = slice(len(handles) - pieces)
-            moves = StateMoves(handles, self.slots[handles], taken, self.steps[handles] + lengths, rows)
-        else:
-            moves = self._spread(blocks, handles, taken, lengths, pieces)
+        reads, writes = self.slots[handles], slots.free.take(len(handles))
+        slots.holders[writes] = handles
+        if not every:
+            reads, taken, writes = np.full(len(of_rows), ZERO_SLOT), writes, np.full(len(of_rows), DISCARD_SLOT)
+            reads[rows], writes[rows] = self.slots[handles], taken
+        whole = len(of_rows) - pieces
+        kept: Numbers | slice = slice(whole) if every else rows[: rows.searchsorted(whole)]
+        moves = StateMoves(of_rows, reads, writes, self.steps[of_rows] + lengths, kept)
         first = 0
         for block in blocks:
             if block.options.starts and block.handles is not None:
@@ -172,16 +175,6 @@ class StateCache:
                 moves.reads[begins] = ZERO_SLOT
             first += block.sequences
         return moves
-
-    def _spread(
-        self, blocks: Sequence[QueuedBlock], handles: Numbers, taken: Numbers, lengths: Numbers, pieces: int
-    ) -> StateMoves:
-        """Return the moves of a batch in which some blocks have no states. handles, taken: of the others, and the slots that they write."""
-        has_state = np.repeat([block.handles is not None for block in blocks], [block.sequences for block in blocks])
-        count, rows = len(has_state), np.flatnonzero(has_state)
-        of_rows, reads, writes = np.full(count, NO_HANDLE), np.full(count, ZERO_SLOT), np.full(count, DISCARD_SLOT)
-        of_rows[rows], reads[rows], writes[rows] = handles, self.slots[handles], taken
-        return StateMoves(of_rows, reads, writes, self.steps[of_rows] + lengths, rows[: rows.searchsorted(count - pieces)])
 
     def _use(self, model: ModelKey, slots: _ModelSlots, handles: Numbers) -> None:
         """Note that a batch uses handles, and see to it that their states are in slots and others leave room for them."""
@@ -331,3 +324,9 @@ def close_handles(states: StateCache, block: QueuedBlock, index: int) -> None:
     assert block.handles is not None
     for sequence in range(block.first_sequences[index], block.first_sequences[index + 1]):
         states.close(block.model, int(block.handles[sequence]))
+
+
+def _handles_of(blocks: Sequence[QueuedBlock]) -> Numbers:
+    """Return the state handle of each row, or NO_HANDLE."""
+    of_blocks = [np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks]
+    return of_blocks[0] if len(of_blocks) == 1 else np.concatenate(of_blocks)

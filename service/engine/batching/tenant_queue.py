@@ -44,14 +44,22 @@ class Rejection(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Steps of a sequence that run in a batch without the rest of its request. done: its steps before these; last: whether none follow."""
+    """Steps of sequences of one request that run in a batch without the rest of the request.
+
+    sequences: (sequences,) their places in the block; done: their steps before these; steps: how many run; last: whether none follow.
+    """
 
     block: QueuedBlock
     request: int
-    sequence: int
-    done: int
-    steps: int
-    last: bool
+    sequences: NDArray[np.int64]
+    done: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    last: NDArray[np.bool_]
+
+    def alone(self, row: int) -> Piece:
+        """Return the steps of one of the sequences."""
+        part = slice(row, row + 1)
+        return self._replace(sequences=self.sequences[part], done=self.done[part], steps=self.steps[part], last=self.last[part])
 
 
 class TenantQueue:
@@ -98,7 +106,7 @@ class TenantQueue:
         last = steps == rows[:, LEFT]
         whole = last & (rows[:, DONE] == 0)
         blocks: list[QueuedBlock] = []
-        for number, of_block in _by_block(rows[:, NUMBER]).items():
+        for number, of_block in _runs_of(rows[:, NUMBER]).items():
             block, of_requests = self._blocks[number], rows[of_block, REQUEST]
             if len(of_requests) == block.sequences and whole[of_block].all():
                 blocks.append(block)
@@ -108,12 +116,7 @@ class TenantQueue:
             whole[of_block] &= is_complete[of_requests]
             if is_complete.any():
                 blocks.append(block.select(np.flatnonzero(is_complete).tolist()))
-        pieces = [
-            Piece(self._blocks[number], request, sequence, done, count, is_last)
-            for (_, done, number, sequence, request, *_), count, is_last in zip(
-                rows[~whole].tolist(), steps[~whole].tolist(), last[~whole].tolist(), strict=True
-            )
-        ]
+        pieces = [] if whole.all() else self._pieces(rows[~whole], steps[~whole], last[~whole])
         if not last.all():
             continued = places[~last]
             self._table[continued, LEFT] -= steps[~last]
@@ -122,13 +125,24 @@ class TenantQueue:
         self._remove(places[last], rows[last, NUMBER])
         return blocks, pieces
 
+    def _pieces(self, rows: NDArray[np.int64], steps: NDArray[np.int64], last: NDArray[np.bool_]) -> list[Piece]:
+        """Return these steps of sequences by request."""
+        pieces = []
+        for of_request in _runs_of(rows[:, ORDER]).values():
+            own = rows[of_request]
+            _, _, number, _, request, *_ = own[0].tolist()
+            pieces.append(
+                Piece(self._blocks[number], request, own[:, SEQUENCE], own[:, DONE], steps[of_request], last[of_request])
+            )
+        return pieces
+
     def drop(self, matches: NDArray[np.bool_]) -> list[tuple[QueuedBlock, list[int]]]:
         """Remove the matching sequences. Returns the blocks with their requests that lost sequences. matches: by place in the table."""
         places = np.flatnonzero(matches)
         rows = self._table.take(places, axis=0)
         dropped = [
             (self._blocks[number], sorted(set(rows[of_block, REQUEST].tolist())))
-            for number, of_block in _by_block(rows[:, NUMBER]).items()
+            for number, of_block in _runs_of(rows[:, NUMBER]).items()
         ]
         self._remove(places, rows[:, NUMBER])
         return dropped
@@ -151,7 +165,7 @@ class TenantQueue:
         """Remove the sequences at these places, which are ascending. numbers: of their blocks."""
         if not len(places):
             return
-        for number, of_block in _by_block(numbers).items():
+        for number, of_block in _runs_of(numbers).items():
             self._left[number] -= len(numbers[of_block])
             if not self._left[number]:
                 del self._left[number], self._blocks[number]
@@ -184,8 +198,8 @@ class TenantQueue:
         self._table = np.concatenate([self._table, rows]).take(in_order, axis=0)
 
 
-def _by_block(numbers: NDArray[np.int64]) -> dict[int, slice | NDArray[np.int64]]:
-    """Return which rows belong to each block. numbers: the block of each row; most rows of a block follow each other."""
+def _runs_of(numbers: NDArray[np.int64]) -> dict[int, slice | NDArray[np.int64]]:
+    """Return which rows have each number, such as that of their block. Most rows with a number follow each other."""
     if not len(numbers):
         return {}
     firsts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]

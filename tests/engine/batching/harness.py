@@ -87,8 +87,9 @@ def scheduled_rows(batch: ScheduledBatch | None) -> list[ScheduledRow]:
         for number, request in enumerate(block.request_of.tolist())
     ]
     for piece in batch.pieces:
-        number = piece.sequence - piece.block.first_sequences[piece.request]
-        rows.append(ScheduledRow(piece.block.ids[piece.request], number, piece.steps, not piece.done, piece.last))
+        id, first = piece.block.ids[piece.request], piece.block.first_sequences[piece.request]
+        for sequence, done, steps, last in zip(*[column.tolist() for column in piece[2:]], strict=True):
+            rows.append(ScheduledRow(id, sequence - first, steps, not done, last))
     return sorted(rows)
 
 

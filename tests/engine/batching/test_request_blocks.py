@@ -164,8 +164,8 @@ class Story:
         for made in batch.blocks:
             assert contents(made) == contents(block_of([self.queued[id] for id in made.ids]))
         for piece in batch.pieces:
-            number = piece.sequence - piece.block.first_sequences[piece.request]
-            assert piece.done == self.queued[piece.block.ids[piece.request]].done[number]
+            numbers = piece.sequences - piece.block.first_sequences[piece.request]
+            assert piece.done.tolist() == self.queued[piece.block.ids[piece.request]].done[numbers].tolist()
 
     def batches_end(self) -> None:
         ended = {handle for handle in self.in_flight if self.chance.random() < 0.7}
@@ -296,6 +296,6 @@ def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], statef
     request, steps = requests[chosen[0]], lengths[chosen[0]]
     done = data.draw(st.integers(0, steps[-1] - 1))
     taken = data.draw(st.integers(1, steps[-1] - done))
-    piece = whole.piece(chosen[0], whole.first_sequences[chosen[0] + 1] - 1, done, taken)
+    piece = whole.piece(chosen[0], [whole.first_sequences[chosen[0] + 1] - 1], [done], np.array([taken]))
     values = np.frombuffer(request.values(), IDS)[sum(steps[:-1]) + done :][:taken].tobytes()
     assert contents(piece) == contents(block([(request.id, request.deadline, [taken])], values))
