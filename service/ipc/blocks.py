@@ -224,9 +224,19 @@ def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
     return [Frame(joined, 0, b"".join(chain.from_iterable(zip(*columns, strict=True))))]
 
 
-def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answer, Buffer]]:
+def split_answers(block: AnswerBlock, data: Buffer) -> Iterable[tuple[int, Answer, Buffer]]:
     """Return the id of each request, its answer and the bytes of its arrays."""
     requests, sequences = block.requests, block.sequences
+    if requests == 1:  # its arrays are those of the block
+        head = f"<Qi{sequences}i{'q' * block.sessions}"
+        id, _, *steps_and_more = struct.unpack_from(head, data)
+        session_steps = steps_and_more.pop() if block.sessions else 0
+        arrays_of, others = (
+            (block.scores, block.picks, block.embedding, block.sequence),
+            (block.state, block.queued, block.runs),
+        )
+        answer = Answer(*arrays_of, steps_and_more, session_steps, block.ready, block.finite, *others)
+        return [(id, answer, data[struct.calcsize(head) :])]
     head = f"<{requests}Q{requests}i{sequences}i{requests if block.sessions else 0}q"
     columns = struct.unpack_from(head, data)
     counts, steps = columns[requests : 2 * requests], columns[2 * requests : 2 * requests + sequences]
