@@ -25,8 +25,11 @@ GRAIN_SECONDS = 2**-10
 """Allowances are multiples of this. Finer differences gain nothing, and would cut every block that waits."""
 
 
-def allowance(cost: Cost, longest: NDArray[Any], seconds_left: NDArray[Any]) -> NDArray[np.float64]:
-    """Return how long after their arrival requests are due. longest: steps of the longest sequence; seconds_left: until the deadline."""
+def allowance(cost: Cost, longest: Any, seconds_left: Any) -> NDArray[np.float64]:
+    """Return how long after its arrival a request is due, or each of many.
+
+    longest: steps of its longest sequence; seconds_left: until its deadline.
+    """
     alone = cost.of(longest, longest)
     longest_allowance: NDArray[np.float64] = np.maximum(
         0.0, np.minimum(STRETCH * (alone - cost.fixed), seconds_left - SLACK * alone)

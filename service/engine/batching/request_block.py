@@ -134,6 +134,8 @@ class QueuedBlock:
     def due(self) -> NDArray[np.float64]:
         start = self.arrived - self.head_start
         assert self._cost is not None, "the block has arrived"
+        if self.requests == 1:
+            return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
         return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
 
     @cached_property

@@ -127,10 +127,11 @@ class Scheduler(Admission):
         max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
         limits, room = self.memory.lowered.get(queue.model, self._limits), self._states.room(queue.model)
         any_behind = self._states.any_behind(queue.model)
-        if queue.count <= min(limits.max_batch_sequences, room) and not any_behind:
-            blocks = queue.whole_blocks()
-            if blocks is not None and runs_whole(queue, limits, max_seconds, blocks):
-                return self._take_all(queue, blocks)
+        blocks, rows = self._whole_blocks(queue, limits.max_batch_sequences), min(queue.count, limits.max_batch_sequences)
+        if blocks and rows <= room and not any_behind:
+            total = queue.steps if rows == queue.count else sum([block.steps for block in blocks])
+            if runs_whole(blocks, rows, total, limits, queue.cost, max_seconds, divisible=queue.divisible):
+                return self._take_blocks(queue, blocks, rows, total)
         if len(queue.tenants) == 1:
             [work] = queue.tenants.values()
             table, order = work.table(), None
@@ -144,15 +145,29 @@ class Scheduler(Admission):
         places, steps = select(in_order, limits, queue.cost, max_seconds, room, divisible=queue.divisible)
         return self._take_places(queue, places if order is None else order[places], steps)
 
-    def _take_all(self, queue: ModelQueue, blocks: list[QueuedBlock]) -> ScheduledBatch:
-        """Take the whole queue."""
-        batch = ScheduledBatch(queue.model, queue.count, queue.steps, max(map(LONGEST_OF, blocks)), blocks)
+    def _whole_blocks(self, queue: ModelQueue, most: int) -> list[QueuedBlock] | None:
+        """Return the blocks that a batch of up to `most` sequences may take as they are: all, or the first that fill it."""
+        if queue.count <= most:
+            return queue.whole_blocks()
+        if len(queue.tenants) > 1:
+            return None
+        [work] = queue.tenants.values()
+        return work.first_blocks(most)
+
+    def _take_blocks(self, queue: ModelQueue, blocks: list[QueuedBlock], rows: int, steps: int) -> ScheduledBatch:
+        """Take the whole queue, or the first blocks of its only tenant. rows, steps: of them."""
         self._shares.start_batch(self._queues.values())
-        self.waiting -= batch.rows
-        for tenant, work in queue.tenants.items():
-            self._shares.charge(tenant, queue.price(work.count, work.steps))
-        del self._queues[queue.model]
-        return batch
+        self.waiting -= rows
+        if rows == queue.count:
+            for tenant, work in queue.tenants.items():
+                self._shares.charge(tenant, queue.price(work.count, work.steps))
+            del self._queues[queue.model]
+        else:
+            [(tenant, work)] = queue.tenants.items()
+            work.arrived = work.arrived[len(blocks) :]
+            self._shares.charge(tenant, queue.price(rows, steps))
+            queue.count_work(tenant, -rows, -steps)
+        return ScheduledBatch(queue.model, rows, steps, max(map(LONGEST_OF, blocks)), blocks)
 
     def _take_places(self, queue: ModelQueue, places: NDArray[np.int64], steps: NDArray[np.int64]) -> ScheduledBatch:
         """Take sequences of a queue. places: in the joined tables of its tenants; steps: of each of them."""

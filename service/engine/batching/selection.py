@@ -10,7 +10,6 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.model_queue import ModelQueue
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.tenant_queue import DONE, HANDLE, LEFT, NO_HANDLE, ORDER
 from service.engine.execution.cost_model import Cost
@@ -103,17 +102,26 @@ def may_run(table: Array, busy: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return first & (~busy | (table[:, DONE] > 0))
 
 
-def runs_whole(queue: ModelQueue, limits: SchedulerLimits, max_seconds: float, blocks: Sequence[QueuedBlock]) -> bool:
-    """Return whether a batch takes the whole queue. blocks: all of its blocks."""
-    cost, longest = queue.cost, max(map(LONGEST_OF, blocks))
-    if queue.count > limits.max_batch_sequences or queue.steps > limits.max_batch_tokens:
+def runs_whole(
+    blocks: Sequence[QueuedBlock],
+    rows: int,
+    steps: int,
+    limits: SchedulerLimits,
+    cost: Cost,
+    max_seconds: float,
+    *,
+    divisible: bool,
+) -> bool:
+    """Return whether a batch takes these blocks as they are. rows, steps: of all of them."""
+    longest = max(map(LONGEST_OF, blocks))
+    if rows > limits.max_batch_sequences or steps > limits.max_batch_tokens:
         return False
-    seconds = cost.of(longest, queue.steps)
+    seconds = cost.of(longest, steps)
     if seconds > max_seconds and seconds > STRETCHED * cost.of(longest, longest):
         return False
-    if longest <= LEAST_STEPS or longest <= step_limit(limits, min(map(SHORTEST_OF, blocks)), queue.count, UNLIMITED, cost):
+    if longest <= LEAST_STEPS or longest <= step_limit(limits, min(map(SHORTEST_OF, blocks)), rows, UNLIMITED, cost):
         return True
-    return not queue.divisible and seconds <= budget_seconds(limits, cost)
+    return not divisible and seconds <= budget_seconds(limits, cost)
 
 
 def fair_share(lengths: Sequence[int], steps: int) -> int:

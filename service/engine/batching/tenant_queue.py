@@ -23,6 +23,10 @@ NO_HANDLE = -1
 NO_ROWS: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
 
 
+MOST_COMPARED = 64
+"""Blocks that are compared one by one. A longer queue is put in order as a table."""
+
+
 class Rejection(NamedTuple):
     """A request that was rejected because it would have missed its deadline.
 
@@ -86,6 +90,19 @@ class TenantQueue:
     def whole_blocks(self) -> list[QueuedBlock] | None:
         """Return all blocks in the order of their arrival, None if a batch has taken a part of one."""
         return None if self._cut else [*self._blocks.values(), *self.arrived]
+
+    def first_blocks(self, rows: int) -> list[QueuedBlock]:
+        """Return the blocks that arrived first and have this many sequences, if they are due first; else none."""
+        if self._blocks or len(self.arrived) > MOST_COMPARED:
+            return []
+        number = count = 0
+        while count < rows and number < len(self.arrived):
+            count += self.arrived[number].sequences
+            number += 1
+        first, others = self.arrived[:number], self.arrived[number:]
+        if count != rows or (others and max([block.due.max() for block in first]) > min([block.due.min() for block in others])):
+            return []
+        return first
 
     def table(self) -> NDArray[np.int64]:
         """Return the sequences in their order, (sequences, COLUMNS)."""
