@@ -6,7 +6,7 @@ A journal therefore records the ids of open sessions and of sessions that ended 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -60,7 +60,7 @@ class Session:
     record: int
     earlier_end: str | None = None
     ownership: Ownership | None = None
-    restarts: deque[Restart] = field(default_factory=deque)
+    restarts: list[Restart] = field(default_factory=list)
     uncertain: bool = False
     ending: bool = False
     unsaved: int = 0

@@ -167,7 +167,7 @@ class Sessions:
         if block.at or block.options.starts:
             self._table.note(session, uncertain=False)
         if block.options.starts:
-            restart = session.restarts.popleft()
+            restart = session.restarts.pop(0)
             session.ownership = restart.ownership or session.ownership
             if restart.steps_before:
                 self._metrics.sessions_ended.add("restarted")
