@@ -89,7 +89,7 @@ class Arrivals:
         return len(held)
 
     def _attach_states(self, block: QueuedBlock) -> QueuedBlock:
-        """Give every sequence of a block whose requests bring states or ask for them a handle of its own."""
+        """Give each sequence its own handle, in a block whose requests bring states or ask for them."""
         states, key = memoryview(block.columns.states), block.model
         size = len(states) // block.sequences
         handles = [self._states.open() for _ in range(block.sequences)]

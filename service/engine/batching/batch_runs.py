@@ -81,13 +81,13 @@ class BatchRuns(RunningBatches):
         formed: float = math.inf,
     ) -> None:
         """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see RunningBatch."""
-        running = RunningBatch(Batch(model, blocks), pieces)
+        piece_rows = sum([len(piece.sequences) for _, piece in pieces])
         try:
-            moves = self._states.prepare(model, blocks, running.piece_rows)
+            moves = self._states.prepare(model, blocks, piece_rows)
         except DeviceLost:
             raise
         except Exception as error:
-            self._run_alone(running, before_launch, error)
+            self._run_alone(RunningBatch(Batch(model, blocks), pieces), before_launch, error)
             return
         since = min(map(ARRIVED_OF, blocks)) if formed < math.inf else math.inf
         batch = Batch(model, blocks, since, formed, *(() if moves is None else (moves.reads, moves.writes)))
@@ -106,7 +106,7 @@ class BatchRuns(RunningBatches):
             self._run_alone(running, before_launch, error)
             return
         if moves is not None:
-            self._states.advance(model, moves, running.piece_rows)
+            self._states.advance(model, moves, piece_rows)
 
     def _run_alone(self, failed: RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
         """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""

@@ -34,14 +34,9 @@ class RunningBatch:
         """Return the blocks of the requests that run as a whole."""
         return self.batch.blocks[: len(self.batch.blocks) - len(self.pieces)]
 
-    @property
-    def piece_rows(self) -> int:
-        """Return how many rows the pieces have."""
-        return sum([len(piece.sequences) for _, piece in self.pieces])
-
 
 class RunningBatches:
-    """The batches in flight, and what has run of requests that run in pieces."""
+    """The batches in flight, and the results so far of requests that run in pieces."""
 
     def __init__(self, states: StateCache, sessions: Sessions) -> None:
         self._states = states

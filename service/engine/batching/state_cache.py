@@ -162,8 +162,11 @@ class StateCache:
         reads, writes = self.slots[handles], slots.free.take(len(handles))
         slots.holders[writes] = handles
         if not every:
-            reads, taken, writes = np.full(len(of_rows), ZERO_SLOT), writes, np.full(len(of_rows), DISCARD_SLOT)
-            reads[rows], writes[rows] = self.slots[handles], taken
+            of_states, (reads, writes) = (
+                (reads, writes),
+                (np.full(len(of_rows), ZERO_SLOT), np.full(len(of_rows), DISCARD_SLOT)),
+            )
+            reads[rows], writes[rows] = of_states
         whole = len(of_rows) - pieces
         kept: Numbers | slice = slice(whole) if every else rows[: rows.searchsorted(whole)]
         moves = StateMoves(of_rows, reads, writes, self.steps[of_rows] + lengths, kept)

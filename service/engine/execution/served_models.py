@@ -25,8 +25,8 @@ from service.modeling.encoder import Encoder
 from service.modeling.spec import ModelSpec
 
 SPARE_FACTOR = 3
-"""State slots beside those that sequences hold, as a multiple of the largest batch: for what two batches in flight write, and for the
-states to which the chunks that begin in a batch of pieces may return."""
+"""State slots in addition to the slots that sequences hold, as a multiple of the largest batch: two batches in flight write some, and the
+states to which the chunks that begin in a batch of pieces may return take others."""
 IN_FLIGHT = 2
 """Batches on a GPU at once: the next batch is launched shortly before the running batch ends."""
 COLLECTOR_BYTES = 64 << 20
