@@ -92,7 +92,7 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
         frame = decode(b"".join(encode_block(key, [_LocalRequest(1, rest, data)])))
         assert isinstance(frame.message, RequestBlock)
         divisible = engine.streams(model.key)
-        batcher.submit(QueuedBlock.read(frame.message, frame.tail, _LocalOwner(rows), divisible=divisible))
+        batcher.submit(QueuedBlock.read(key, frame.message, frame.tail, _LocalOwner(rows), divisible=divisible))
     else:
         receiver.answered(*rows.alone())
     while not answers and not errors:

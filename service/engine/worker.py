@@ -22,7 +22,7 @@ from service.engine.profiling.session import ProfilingSession
 from service.engine.session_calls import SessionCall, SessionCalls
 from service.engine.trials import TrialReports
 from service.errors import ServiceError
-from service.ipc.blocks import ID, join_blocks
+from service.ipc.blocks import ID, join_blocks, key_of
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
@@ -241,13 +241,14 @@ class Worker:
                 frontend.send_refusal(frame.id, failure)
 
     def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:
-        key = message.key
+        block_key = key_of(message.key)
+        key = block_key.model
         served = self._engine.serves(key)
         if served:  # labels of other models would stay for ever
             waited = max(0.0, time.monotonic() - message.sent)
             self._metrics.stage_seconds.observe_often(waited, message.requests, *key.labels, "channel")
         divisible = served and self._engine.streams(key)
-        self._batcher.submit(QueuedBlock.read(message, frame.tail, frontend, divisible=divisible))
+        self._batcher.submit(QueuedBlock.read(block_key, message, frame.tail, frontend, divisible=divisible))
 
     def _handle_cancel(self, frontend: FrontendChannel, frame: Frame, message: Cancel) -> None:
         self._batcher.cancel(frontend, frame.id)

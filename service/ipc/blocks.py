@@ -6,9 +6,9 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, repeat
-from math import prod
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, pairwise, repeat
+from math import inf, prod
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
 from service.ipc.messages.inference import (
-    ANY_SESSION,
     FEATURES,
     IDS,
-    NO_TENANT,
     Answer,
     AnswerBlock,
+    BlockKey,
     Request,
     RequestBlock,
     Returns,
@@ -32,6 +31,8 @@ from service.ipc.messages.models import ModelKey
 
 MOST_JOINED_BYTES = 4096
 """Blocks with more bytes are not joined: a joined block is kept until the last of its requests runs."""
+MOST_COPIED_BYTES = 4096
+"""The columns of more bytes are views: of fewer, copies are faster."""
 MAX_KEYS = 4096
 """Keys of blocks that are kept."""
 ITEM_BYTES = 4
@@ -45,7 +46,7 @@ Buffer = bytes | memoryview
 NO_SHAPE: Iterable[tuple[int, ...]] = repeat(())
 
 
-class Columns(NamedTuple):
+class Columns(msgspec.Struct, frozen=True):
     """The requests of a block: see `RequestBlock` in `messages/inference.py`."""
 
     ids: Buffer
@@ -58,27 +59,14 @@ class Columns(NamedTuple):
     @classmethod
     def read(cls, data: Buffer, requests: int, sequences: int, state_bytes: int = 0) -> Columns:
         """Return the columns, which lie end to end."""
-        view = memoryview(data)
+        view = data if len(data) <= MOST_COPIED_BYTES else memoryview(data)
         deadlines = ID_BYTES * requests
         counts = deadlines + DEADLINE_BYTES * requests
         lengths = counts + COUNT_BYTES * requests
         values = lengths + COUNT_BYTES * sequences
         states = len(view) - state_bytes
-        return cls(
-            *(view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values]),
-            *(view[values:states], view[states:]),
-        )
-
-
-class BlockKey(msgspec.Struct, frozen=True, cache_hash=True):
-    """The values that the requests of a block share. options: None without sessions. initial: whether they bring states."""
-
-    model: ModelKey
-    priority: int
-    returns: Returns
-    share: Share = NO_TENANT
-    options: SessionOptions | None = None
-    initial: bool = False
+        before = view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values]
+        return cls(*before, view[values:states], view[states:])
 
 
 def block_key(request: Request) -> BlockKey:
@@ -96,6 +84,18 @@ def _interned(
     model: tuple[str, str, int], priority: int, returns: Returns, share: Share, options: tuple[Any, ...] | None, initial: bool
 ) -> BlockKey:
     return BlockKey(ModelKey(*model), priority, returns, share, None if options is None else SessionOptions(*options), initial)
+
+
+@lru_cache(MAX_KEYS)
+def packed_key(key: BlockKey) -> bytes:
+    """Return a key as a block carries it: engines compare these bytes, and decode most of them only once."""
+    return msgspec.msgpack.encode(key)
+
+
+@lru_cache(MAX_KEYS)
+def key_of(packed: bytes) -> BlockKey:
+    """Return what `packed_key` has encoded."""
+    return msgspec.msgpack.decode(packed, type=BlockKey)
 
 
 class QueuedRequest(Protocol):
@@ -123,7 +123,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
     sessions = [request.session for request in requests if request.session is not None]
     at = [-1 if request.session_at is None else request.session_at for request in requests] if sessions else []
     block = RequestBlock(
-        *key.model,
+        packed_key(key),
         requests=len(requests),
         sequences=len(lengths),
         steps=sum(lengths),
@@ -131,12 +131,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
         longest=max(lengths),
         deadline=min(deadlines),
         sent=sum([request.sent for request in requests]) / len(requests),
-        priority=key.priority,
-        returns=key.returns,
-        share=key.share,
         timed=timed,
-        options=key.options or ANY_SESSION,
-        initial=key.initial,
         sessions=sessions,
         at=_known(at),
         state_bytes=sum([request.state_bytes for request in requests]) if key.initial else 0,
@@ -157,49 +152,40 @@ def _known(at: list[int]) -> list[int]:
     return at if at and max(at) >= 0 else []
 
 
-def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
-    """Yield frames, and one frame for blocks that follow each other and could have been one: each block costs the engine as much.
+def join_blocks(frames: Sequence[Frame], most: int) -> list[Frame]:
+    """Return frames, with one frame for blocks that follow each other and could have been one: each block costs the engine as much.
 
     most: blocks are joined as long as they have fewer requests together.
     """
-    alike, requests = list[tuple[RequestBlock, Frame]](), 0
+    joined, alike, requests, key = list[Frame](), list[Frame](), 0, b""
     for frame in frames:
         block = frame.message
-        if not isinstance(block, RequestBlock) or block.timed or block.initial or len(frame.tail) > MOST_JOINED_BYTES:
-            yield from _joined(alike)
-            yield frame
+        if isinstance(block, RequestBlock) and _is_joinable(block, frame):
+            if block.key != key or requests >= most:
+                joined += _joined(alike)
+                alike, requests, key = [], 0, block.key
+            alike.append(frame)
+            requests += block.requests
+        else:
+            joined += _joined(alike)
+            joined.append(frame)
             alike, requests = [], 0
-            continue
-        if requests >= most or (alike and not _are_alike(alike[0][0], block)):
-            yield from _joined(alike)
-            alike, requests = [], 0
-        alike.append((block, frame))
-        requests += block.requests
-    yield from _joined(alike)
+    return joined + _joined(alike)
 
 
-def _are_alike(first: RequestBlock, second: RequestBlock) -> bool:
-    """Return whether blocks share what the requests of a block share."""
-    return (
-        first.model == second.model
-        and first.version == second.version
-        and first.generation == second.generation
-        and first.priority == second.priority
-        and first.returns == second.returns
-        and first.share == second.share
-        and first.options == second.options
-        and bool(first.sessions) is bool(second.sessions)
-    )
+def _is_joinable(block: RequestBlock, frame: Frame) -> bool:
+    return not (block.timed or block.state_bytes or len(frame.tail) > MOST_JOINED_BYTES)
 
 
-def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
+def _joined(alike: list[Frame]) -> list[Frame]:
     """Return one frame for all blocks, none without a block."""
     if len(alike) < 2:
-        return [frame for _, frame in alike]
-    first, columns, at = alike[0][0], list[Columns](), list[int]()
-    requests = sequences = steps = 0
-    shortest, longest, deadline, sent = first.shortest, first.longest, first.deadline, 0.0
-    for block, frame in alike:
+        return alike
+    columns, sessions, at = list[Columns](), list[str](), list[int]()
+    requests = sequences = steps = longest = 0
+    shortest, deadline, sent = cast(RequestBlock, alike[0].message).shortest, inf, 0.0
+    for frame in alike:
+        block = cast(RequestBlock, frame.message)
         columns.append(Columns.read(frame.tail, block.requests, block.sequences))
         requests += block.requests
         sequences += block.sequences
@@ -208,20 +194,17 @@ def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
         longest = block.longest if block.longest > longest else longest
         deadline = block.deadline if block.deadline < deadline else deadline
         sent += block.requests * block.sent
+        sessions += block.sessions
         at += block.at or [-1] * block.requests
-    joined = msgspec.structs.replace(
-        first,
-        requests=requests,
-        sequences=sequences,
-        steps=steps,
-        shortest=shortest,
-        longest=longest,
-        deadline=deadline,
-        sent=sent / requests,
-        sessions=[session for block, _ in alike for session in block.sessions],
-        at=_known(at),
-    )
-    return [Frame(joined, 0, b"".join(chain.from_iterable(zip(*columns, strict=True))))]
+    totals = requests, sequences, steps, shortest, longest, deadline, sent / requests
+    tail = [
+        *[each.ids for each in columns],
+        *[each.deadlines for each in columns],
+        *[each.counts for each in columns],
+        *[each.lengths for each in columns],
+        *[each.values for each in columns],
+    ]
+    return [Frame(RequestBlock(block.key, *totals, sessions=sessions, at=_known(at)), 0, b"".join(tail))]
 
 
 def split_answers(block: AnswerBlock, data: Buffer) -> Iterable[tuple[int, Answer, Buffer]]:

@@ -14,7 +14,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 import msgspec
 
@@ -42,7 +42,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL])  # noqa: UP007
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """One received message. `tail` holds the trailing bytes, `attached` the socket of an Attach message.
 
     A tail above MAX_TAIL_COPY_BYTES is the memory that it was received into.

@@ -24,7 +24,7 @@ from service.engine.loading import ModelLoader
 from service.engine.trials import TrialReports
 from service.engine.worker import Worker
 from service.errors import SERVICE_FAILED
-from service.ipc.blocks import ID
+from service.ipc.blocks import ID, packed_key
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages.control import Attach, CollectMetrics, MetricsCollected
@@ -32,6 +32,7 @@ from service.ipc.messages.inference import (
     FEATURES,
     AnswerBlock,
     Backlog,
+    BlockKey,
     Cancel,
     EngineStatus,
     RecordTrace,
@@ -148,8 +149,8 @@ def harness() -> Iterator[WorkerHarness]:
 def requests(*ids: int, sent: float = SOON) -> bytes:
     """Return a block of requests of one step each. sent: a moment of time.monotonic."""
     count = len(ids)
-    message = RequestBlock(*MODEL, count, count, count, 1, 1, NEVER, sent, 0, PLAIN)
-    return encode(message, 0, block([(id, NEVER, [1]) for id in ids]).columns)
+    message = RequestBlock(packed_key(BlockKey(MODEL, 0, PLAIN)), count, count, count, 1, 1, NEVER, sent)
+    return encode(message, 0, msgspec.structs.astuple(block([(id, NEVER, [1]) for id in ids]).columns))
 
 
 def test_answers_carry_the_backlog_and_the_frames_it_counts(harness: WorkerHarness) -> None:

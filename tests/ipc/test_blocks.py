@@ -14,10 +14,11 @@ from service.ipc.blocks import (
     ANSWER_ARRAYS,
     COUNT,
     MOST_JOINED_BYTES,
-    BlockKey,
     Columns,
     encode_block,
     join_blocks,
+    key_of,
+    packed_key,
     split_answers,
 )
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, decode, encode, pair
@@ -25,6 +26,7 @@ from service.ipc.messages.inference import (
     ANY_SESSION,
     FEATURES,
     AnswerBlock,
+    BlockKey,
     Cancel,
     Request,
     RequestBlock,
@@ -67,7 +69,7 @@ def received(frame: bytes, following: bytes | memoryview) -> tuple[RequestBlock,
 def test_block_has_the_columns_and_totals_of_its_requests() -> None:
     requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0)]
     message, columns = received(*encode_block(KEY, requests))
-    assert message == RequestBlock("words", "2", 3, 2, 3, 8, 1, 5, 8.0, 1.5, 1, Returns(embedding=True)), "the mean of `sent`"
+    assert message == RequestBlock(packed_key(KEY), 2, 3, 8, 1, 5, 8.0, 1.5), "the mean of `sent`"
     assert (bytes(columns.ids), bytes(columns.deadlines)) == (np.array([4, 6], "<u8").tobytes(), np.array([8.0, 9.0]).tobytes())
     assert np.frombuffer(columns.counts, COUNT).tolist() == [2, 1]
     assert np.frombuffer(columns.lengths, COUNT).tolist() == [2, 5, 1]
@@ -82,7 +84,7 @@ def test_blocks_that_follow_each_other_become_one() -> None:
     requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0), pending(9, [3], b"xyz." * 3)]
     [joined] = join_blocks([frame(KEY, *requests[:2]), frame(KEY, requests[2])], most=4)
     together = frame(KEY, *requests)
-    assert joined == together._replace(tail=bytes(together.tail))
+    assert joined == replace(together, tail=bytes(together.tail))
 
 
 def test_blocks_with_sessions_become_one() -> None:
@@ -91,7 +93,7 @@ def test_blocks_with_sessions_become_one() -> None:
     chunks = [pending(id, [1], b"abcd", session=f"session {id}") for id in range(3)]
     [joined] = join_blocks([frame(options, *chunks[:2]), frame(options, chunks[2])], most=4)
     together = frame(options, *chunks)
-    assert joined == together._replace(tail=bytes(together.tail))
+    assert joined == replace(together, tail=bytes(together.tail))
     assert isinstance(joined.message, RequestBlock)
     assert (joined.message.sessions, joined.message.at) == (["session 0", "session 1", "session 2"], [])
     named = pending(4, [1], b"abcd", session="session 4", session_at=0)
@@ -107,7 +109,7 @@ def test_states_follow_the_values_in_the_order_of_the_sequences(large: bool) -> 
     second = pending(5, [1], b"next" + b"--state-", state_bytes=8)
     requests = [first] if large else [first, second]
     message, columns = received(*encode_block(replace(KEY, initial=True), requests))
-    assert message.initial
+    assert key_of(message.key) == replace(KEY, initial=True)
     expected = (values, states) if large else (values + b"next", states + b"--state-")
     assert (bytes(columns.values), bytes(columns.states)) == expected
 
@@ -124,8 +126,8 @@ def test_blocks_that_differ_stay_apart() -> None:
         frame(KEY, two),
         frame(replace(KEY, options=ANY_SESSION), pending(1, [1], b"abcd", session="a")),
         frame(replace(KEY, options=SessionOptions(starts=True)), pending(2, [1], b"abcd", session="b")),
-        frame(replace(KEY, initial=True), one),
-        frame(replace(KEY, initial=True), two),
+        frame(replace(KEY, initial=True), pending(1, [1], b"abcd" * 2, state_bytes=4)),
+        frame(replace(KEY, initial=True), pending(2, [1], b"abcd" * 2, state_bytes=4)),
         Frame(frame(KEY, one).message, 0, bytes(MOST_JOINED_BYTES + 1)),
         frame(KEY, one),
     ]

@@ -82,17 +82,17 @@ class Admission:
         queue.divisible = block.divisible
         block.arrive(now, self._arrivals, queue.cost)
         self._arrivals += block.requests
-        refused: list[tuple[Sequence[int], ServiceError]] = []
         is_alone = block.requests == 1 and not busy and not self._queues
         has_room = block.sequences <= self._free_places(block.share, block.requests)
         in_time = is_alone or self._sure_seconds(queue, block, block.sequences, block.steps, busy) <= block.deadline - now
         if has_room and in_time and queue.rejections.get(tenant) is None:
             self._count(queue, block)
-        else:
-            error = self._refusal_of_all(block, queue, now)
-            if error is not None:
-                return [RefusedRequests(block.ids, error)]
-            refused = self._accept(block, queue, now, busy)
+            queue.tenants[tenant].arrived.append(block)
+            return []
+        error = self._refusal_of_all(block, queue, now)
+        if error is not None:
+            return [RefusedRequests(block.ids, error)]
+        refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
             queue.tenants[tenant].arrived.append(left)

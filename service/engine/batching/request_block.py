@@ -19,7 +19,7 @@ from service.engine.batching.due import HEAD_START_SECONDS, allowance
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages.inference import ANY_SESSION, NO_TENANT, RequestBlock, Returns, SessionOptions, Share
+from service.ipc.messages.inference import ANY_SESSION, NO_TENANT, BlockKey, RequestBlock, Returns, SessionOptions, Share
 from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
@@ -78,24 +78,24 @@ class QueuedBlock:
         self.head_start = self.priority * HEAD_START_SECONDS
 
     @classmethod
-    def read(cls, message: RequestBlock, data: Buffer, owner: BlockOwner, *, divisible: bool) -> QueuedBlock:
-        """Return the block of a message. data: the columns that follow it."""
+    def read(cls, key: BlockKey, message: RequestBlock, data: Buffer, owner: BlockOwner, *, divisible: bool) -> QueuedBlock:
+        """Return the block of a message. key: that of the message; data: the columns that follow it."""
         return cls(
-            message.key,
+            key.model,
             Columns.read(data, message.requests, message.sequences, message.state_bytes),
             steps=message.steps,
             shortest=message.shortest,
             longest=message.longest,
             deadline=message.deadline,
-            priority=message.priority,
-            returns=message.returns,
-            share=message.share,
+            priority=key.priority,
+            returns=key.returns,
+            share=key.share,
             divisible=divisible,
             owner=owner,
             timed=message.timed,
             sessions=message.sessions,
             at=message.at,
-            options=message.options,
+            options=key.options or ANY_SESSION,
         )
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
@@ -137,6 +137,15 @@ class QueuedBlock:
         if self.requests == 1:
             return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
         return start + allowance(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
+
+    @cached_property
+    def first_due(self) -> float:
+        """Return when the first of the requests is due."""
+        return float(self.due[0] if self.requests == 1 else self.due.min())
+
+    @cached_property
+    def last_due(self) -> float:
+        return float(self.due[0] if self.requests == 1 else self.due.max())
 
     @cached_property
     def counts(self) -> NDArray[np.int32]:

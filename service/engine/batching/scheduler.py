@@ -164,7 +164,8 @@ class Scheduler(Admission):
             del self._queues[queue.model]
         else:
             [(tenant, work)] = queue.tenants.items()
-            work.arrived = work.arrived[len(blocks) :]
+            taken = set(blocks)
+            work.arrived = [block for block in work.arrived if block not in taken]
             self._shares.charge(tenant, queue.price(rows, steps))
             queue.count_work(tenant, -rows, -steps)
         return ScheduledBatch(queue.model, rows, steps, max(map(LONGEST_OF, blocks)), blocks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ NO_ROWS: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
 
 MOST_COMPARED = 64
 """Blocks that are compared one by one. A longer queue is put in order as a table."""
+FIRST_DUE, LAST_DUE = attrgetter("first_due"), attrgetter("last_due")
 
 
 class Rejection(NamedTuple):
@@ -92,15 +94,16 @@ class TenantQueue:
         return None if self._cut else [*self._blocks.values(), *self.arrived]
 
     def first_blocks(self, rows: int) -> list[QueuedBlock]:
-        """Return the blocks that arrived first and have this many sequences, if they are due first; else none."""
+        """Return the blocks that are due first, if they have this many sequences together, and no other is due before them; else none."""
         if self._blocks or len(self.arrived) > MOST_COMPARED:
             return []
+        in_order = sorted(self.arrived, key=FIRST_DUE)
         number = count = 0
-        while count < rows and number < len(self.arrived):
-            count += self.arrived[number].sequences
+        while count < rows and number < len(in_order):
+            count += in_order[number].sequences
             number += 1
-        first, others = self.arrived[:number], self.arrived[number:]
-        if count != rows or (others and max([block.due.max() for block in first]) > min([block.due.min() for block in others])):
+        first = in_order[:number]
+        if count != rows or (number < len(in_order) and max(map(LAST_DUE, first)) >= in_order[number].first_due):
             return []
         return first
 

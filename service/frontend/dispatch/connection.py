@@ -15,12 +15,13 @@ from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
+from service.ipc.blocks import ID, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages.inference import (
     Answer,
     AnswerBlock,
     Backlog,
+    BlockKey,
     Cancel,
     EngineStatus,
     LoadedModel,

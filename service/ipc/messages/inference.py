@@ -75,26 +75,35 @@ class SessionOptions(msgspec.Struct, array_like=True, frozen=True):
 ANY_SESSION = SessionOptions()
 
 
+class BlockKey(msgspec.Struct, array_like=True, frozen=True, cache_hash=True):
+    """What the requests of a block share. options: None without sessions. initial: whether they bring states."""
+
+    model: ModelKey
+    priority: int
+    returns: Returns
+    share: Share = NO_TENANT
+    options: SessionOptions | None = None
+    initial: bool = False
+
+
 class RequestBlock(Message, frozen=True):
-    """Requests of one loop tick, for one model version, of one tenant, with one priority, the same outputs and the same `options`.
+    """Requests of one loop tick with the same BlockKey, which is `key` in the encoding of `blocks.packed_key`.
 
     Their columns follow the message, end to end: ids (requests,) uint64; deadlines (requests,) float64, seconds on the machine's
     monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
     sequence; and the values of all steps, (steps,) int32 ids or (steps, features) float32. `shortest` and `longest` are the steps of
-    one sequence, `deadline` is the earliest, `sent` the mean of the moments on that clock at which the requests were sent. A higher
-    `priority` runs sooner. With `timed`, the answers tell how their batches ran.
+    one sequence, `deadline` is the earliest, `sent` the mean of the moments on that clock at which the requests were sent. A request with
+    a higher priority runs sooner. With `timed`, the answers tell how their batches ran.
 
     `sessions` names the session of each request, of which the request is the next chunk; it is empty if the requests have none. A request
     that only ends its session has one sequence without steps. `at` has the steps that each session has before the chunk according to the
     client, -1 if the client does not say; it is empty if no request says it.
 
-    With `initial`, the states from which the sequences start follow the values: (sequences, numbers) float32 in `state_bytes` bytes,
-    joined in the order of the model's states. NaN stands for the number from which a sequence starts otherwise.
+    With `initial` in the key, the states from which the sequences start follow the values: (sequences, numbers) float32 in `state_bytes`
+    bytes, joined in the order of the model's states. NaN stands for the number from which a sequence starts otherwise.
     """
 
-    model: str
-    version: str
-    generation: int
+    key: bytes
     requests: int
     sequences: int
     steps: int
@@ -102,19 +111,10 @@ class RequestBlock(Message, frozen=True):
     longest: int
     deadline: float
     sent: float
-    priority: int
-    returns: Returns
-    share: Share = NO_TENANT
     timed: bool = False
-    options: SessionOptions = ANY_SESSION
-    initial: bool = False
     sessions: list[str] = msgspec.field(default_factory=list)
     at: list[int] = msgspec.field(default_factory=list)
     state_bytes: int = 0
-
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.model, self.version, self.generation)
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):

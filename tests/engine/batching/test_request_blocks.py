@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -73,7 +74,7 @@ def contents(made: QueuedBlock) -> tuple[Any, ...]:
     """Return all columns of a block, and its totals."""
     totals = made.requests, made.sequences, made.steps, made.shortest, made.longest, made.deadline
     handles = None if made.handles is None else made.handles.tolist()
-    return *map(bytes, made.columns), handles, list(made.sessions), list(made.at), *totals
+    return *map(bytes, msgspec.structs.astuple(made.columns)), handles, list(made.sessions), list(made.at), *totals
 
 
 class Story:

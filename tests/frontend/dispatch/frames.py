@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, key_of
 from service.ipc.channel import Frame, encode
-from service.ipc.messages.inference import Answer, AnswerBlock, Request, RequestBlock
+from service.ipc.messages.inference import ANY_SESSION, Answer, AnswerBlock, Request, RequestBlock
 
 
 def requests_of(frame: Frame) -> list[Frame]:
@@ -17,7 +17,8 @@ def requests_of(frame: Frame) -> list[Frame]:
     if not isinstance(message, RequestBlock):
         return [frame]
     columns = Columns.read(frame.tail, message.requests, message.sequences, message.state_bytes)
-    options, row_bytes = message.options, len(columns.states) // message.sequences
+    key, row_bytes = key_of(message.key), len(columns.states) // message.sequences
+    options = key.options or ANY_SESSION
     lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
     frames, row, begin, before = [], 0, 0, 0
     counts = np.frombuffer(columns.counts, COUNT).tolist()
@@ -28,9 +29,9 @@ def requests_of(frame: Frame) -> list[Frame]:
         own = lengths[row : row + count]
         states = columns.states[row * row_bytes : (row + count) * row_bytes]
         sent = Request(
-            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns, session),
-            *(options.starts, options.ends, message.generation, options.exactly, options.resubmitted, options.limit),
-            *(message.share, len(states), message.timed, None if steps < 0 else steps, options.opens),
+            *(key.model.name, key.model.version, own, deadline, message.sent, key.priority, key.returns, session),
+            *(options.starts, options.ends, key.model.generation, options.exactly, options.resubmitted, options.limit),
+            *(key.share, len(states), message.timed, None if steps < 0 else steps, options.opens),
         )
         row, before = row + count, before + sum(own)
         end = len(columns.values) * before // message.steps if message.steps else 0
