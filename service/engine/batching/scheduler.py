@@ -43,6 +43,9 @@ from service.ipc.messages.models import ModelKey
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 
+MOST_CONSIDERED = 4096
+"""A batch is chosen from this many of the sequences that may run, those that are due first, once chunks wait behind each other."""
+
 
 class States(Protocol):
     """What the scheduler needs to know of the states of sequences."""
@@ -141,6 +144,7 @@ class Scheduler(Admission):
         if any_behind:
             runs = may_run(table, self._states.busy(table[:, HANDLE]))
             order = np.flatnonzero(runs) if order is None else order[runs[order]]
+            order = order[:MOST_CONSIDERED]
         in_order = table if order is None else table[order]
         places, steps = select(in_order, limits, queue.cost, max_seconds, room, divisible=queue.divisible)
         return self._take_places(queue, places if order is None else order[places], steps)

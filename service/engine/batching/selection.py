@@ -23,6 +23,8 @@ STRETCHED = 2.0
 """A batch may take this multiple of the time that its longest sequence takes alone, even where its time is limited."""
 UNLIMITED = 1 << 30
 """More steps than any sequence has."""
+NEVER = np.iinfo(np.int64).max
+"""A place among all arrivals that none has."""
 LEAST_STEPS = 16
 """The fewest steps that a batch takes of a longer sequence. Fewer cost less than the host's work for a batch and each sequence in it."""
 
@@ -94,12 +96,11 @@ def may_run(table: Array, busy: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
     busy: whether the state handle of each sequence is in use; a sequence that has begun keeps its own in use.
     """
-    first, places = np.ones(len(table), bool), np.flatnonzero(table[:, HANDLE] != NO_HANDLE)
-    by_arrival = places[table[places, ORDER].argsort(kind="stable")]
-    by_handle = by_arrival[table[by_arrival, HANDLE].argsort(kind="stable")]
-    handles = table[by_handle, HANDLE]
-    first[by_handle[1:]] = handles[1:] != handles[:-1]
-    return first & (~busy | (table[:, DONE] > 0))
+    handles, orders = table[:, HANDLE], table[:, ORDER]
+    earliest = np.full(handles.max() + 2, NEVER)  # the last place stands for NO_HANDLE
+    np.minimum.at(earliest, handles, orders)
+    is_first = (orders == earliest[handles]) | (handles == NO_HANDLE)
+    return is_first & (~busy | (table[:, DONE] > 0))
 
 
 def runs_whole(
