@@ -155,21 +155,21 @@ def _known(at: list[int]) -> list[int]:
 def join_blocks(frames: Sequence[Frame], most: int) -> list[Frame]:
     """Return frames, with one frame for blocks that follow each other and could have been one: each block costs the engine as much.
 
-    most: blocks are joined as long as they have fewer requests together.
+    most: sequences of a joined block.
     """
-    joined, alike, requests, key = list[Frame](), list[Frame](), 0, b""
+    joined, alike, sequences, key = list[Frame](), list[Frame](), 0, b""
     for frame in frames:
         block = frame.message
         if isinstance(block, RequestBlock) and _is_joinable(block, frame):
-            if block.key != key or requests >= most:
+            if block.key != key or sequences + block.sequences > most:
                 joined += _joined(alike)
-                alike, requests, key = [], 0, block.key
+                alike, sequences, key = [], 0, block.key
             alike.append(frame)
-            requests += block.requests
+            sequences += block.sequences
         else:
             joined += _joined(alike)
             joined.append(frame)
-            alike, requests = [], 0
+            alike, sequences = [], 0
     return joined + _joined(alike)
 
 

@@ -136,7 +136,7 @@ def test_blocks_that_differ_stay_apart() -> None:
 
 def test_blocks_are_joined_up_to_a_number_of_requests() -> None:
     frames = [frame(KEY, pending(id, [1], b"abcd"), pending(100 + id, [1], b"efgh")) for id in range(5)]
-    joined = [joined.message for joined in join_blocks(frames, most=3)]
+    joined = [joined.message for joined in join_blocks(frames, most=4)]
     assert [message.requests for message in joined if isinstance(message, RequestBlock)] == [4, 4, 2]
 
 

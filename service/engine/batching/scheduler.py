@@ -168,8 +168,7 @@ class Scheduler(Admission):
             del self._queues[queue.model]
         else:
             [(tenant, work)] = queue.tenants.items()
-            taken = set(blocks)
-            work.arrived = [block for block in work.arrived if block not in taken]
+            work.take_blocks(blocks)
             self._shares.charge(tenant, queue.price(rows, steps))
             queue.count_work(tenant, -rows, -steps)
         return ScheduledBatch(queue.model, rows, steps, max(map(LONGEST_OF, blocks)), blocks)

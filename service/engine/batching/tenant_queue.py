@@ -78,6 +78,9 @@ class TenantQueue:
         self.count = self.steps = self.begun = 0
         self.arrived: list[QueuedBlock] = []
         """Blocks with sequences that are not in the table yet. A block that arrives after the others is added here."""
+        self._clear()
+
+    def _clear(self) -> None:
         self._blocks: dict[int, QueuedBlock] = {}
         """The blocks with sequences in the table, by number, in the order of their arrival."""
         self._left: dict[int, int] = {}
@@ -95,9 +98,10 @@ class TenantQueue:
 
     def first_blocks(self, rows: int) -> list[QueuedBlock]:
         """Return the blocks that are due first, if they have this many sequences together, and no other is due before them; else none."""
-        if self._blocks or len(self.arrived) > MOST_COMPARED:
+        blocks = self.whole_blocks()
+        if blocks is None or len(blocks) > MOST_COMPARED:
             return []
-        in_order = sorted(self.arrived, key=FIRST_DUE)
+        in_order = sorted(blocks, key=FIRST_DUE)
         number = count = 0
         while count < rows and number < len(in_order):
             count += in_order[number].sequences
@@ -106,6 +110,12 @@ class TenantQueue:
         if count != rows or (number < len(in_order) and max(map(LAST_DUE, first)) >= in_order[number].first_due):
             return []
         return first
+
+    def take_blocks(self, blocks: Sequence[QueuedBlock]) -> None:
+        """Remove some of the whole blocks. The others leave the table: the next batch may take them whole too."""
+        taken = set(blocks)
+        self.arrived = [block for block in self.whole_blocks() or () if block not in taken]
+        self._clear()
 
     def table(self) -> NDArray[np.int64]:
         """Return the sequences in their order, (sequences, COLUMNS)."""
