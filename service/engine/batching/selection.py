@@ -99,7 +99,7 @@ def may_run(table: Array, busy: NDArray[np.bool_]) -> NDArray[np.bool_]:
     handles, orders = table[:, HANDLE], table[:, ORDER]
     earliest = np.full(handles.max() + 2, NEVER)  # the last place stands for NO_HANDLE
     np.minimum.at(earliest, handles, orders)
-    is_first = (orders == earliest[handles]) | (handles == NO_HANDLE)
+    is_first: NDArray[np.bool_] = (orders == earliest[handles]) | (handles == NO_HANDLE)
     return is_first & (~busy | (table[:, DONE] > 0))
 
 
