@@ -178,6 +178,11 @@ class QueuedBlock:
             return range(self.requests + 1)
         return list(accumulate(self.counts.tolist(), initial=0))
 
+    def requests_with(self, sequences: int) -> int:
+        """Return how many requests, the first of the block, have this many sequences together; 0 if no number of them has."""
+        first = self.first_sequences
+        return first.index(sequences) if sequences in first else 0
+
     @cached_property
     def _first_steps(self) -> list[int]:
         """Return the first step of each sequence, and at the end the number of steps."""

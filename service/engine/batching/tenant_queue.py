@@ -76,11 +76,12 @@ class TenantQueue:
 
     def __init__(self) -> None:
         self.count = self.steps = self.begun = 0
-        self.arrived: list[QueuedBlock] = []
-        """Blocks with sequences that are not in the table yet. A block that arrives after the others is added here."""
-        self._clear()
+        self._clear([])
 
-    def _clear(self) -> None:
+    def _clear(self, blocks: list[QueuedBlock]) -> None:
+        """Have whole blocks in the order of their arrival, and nothing in the table."""
+        self.arrived = blocks
+        """Blocks with sequences that are not in the table yet. A block that arrives after the others is added here."""
         self._blocks: dict[int, QueuedBlock] = {}
         """The blocks with sequences in the table, by number, in the order of their arrival."""
         self._left: dict[int, int] = {}
@@ -97,25 +98,36 @@ class TenantQueue:
         return None if self._cut else [*self._blocks.values(), *self.arrived]
 
     def first_blocks(self, rows: int) -> list[QueuedBlock]:
-        """Return the blocks that are due first, if they have this many sequences together, and no other is due before them; else none."""
+        """Return whole blocks with this many sequences together if all others are due after them, else none.
+
+        A block with more sequences than that, all due at the same time, is divided.
+        """
         blocks = self.whole_blocks()
         if blocks is None or len(blocks) > MOST_COMPARED:
             return []
-        in_order = sorted(blocks, key=FIRST_DUE)
-        number = count = 0
-        while count < rows and number < len(in_order):
-            count += in_order[number].sequences
+        in_order, number, left = sorted(blocks, key=FIRST_DUE), 0, rows
+        while left > 0:
+            left -= in_order[number].sequences
             number += 1
-        first = in_order[:number]
-        if count != rows or (number < len(in_order) and max(map(LAST_DUE, first)) >= in_order[number].first_due):
+        first, divided = in_order[:number], in_order[number - 1]
+        if left < 0:
+            requests = divided.requests_with(divided.sequences + left)
+            if not requests or divided.first_due < divided.last_due:
+                return []
+            first[-1], rest = divided.select(range(requests)), divided.select(range(requests, divided.requests))
+            place = blocks.index(divided)
+            blocks[place : place + 1] = first[-1], rest
+            in_order.insert(number, rest)
+        if number < len(in_order) and not all(_is_before(block, in_order[number].first_due) for block in first):
             return []
+        if left < 0:
+            self._clear(blocks)
         return first
 
     def take_blocks(self, blocks: Sequence[QueuedBlock]) -> None:
         """Remove some of the whole blocks. The others leave the table: the next batch may take them whole too."""
         taken = set(blocks)
-        self.arrived = [block for block in self.whole_blocks() or () if block not in taken]
-        self._clear()
+        self._clear([block for block in self.whole_blocks() or () if block not in taken])
 
     def table(self) -> NDArray[np.int64]:
         """Return the sequences in their order, (sequences, COLUMNS)."""
@@ -226,6 +238,11 @@ class TenantQueue:
         self._due, self._deadlines = due[in_order], np.concatenate([self._deadlines, deadlines])[in_order]
         # `take` copies whole rows, several times as fast as an index.
         self._table = np.concatenate([self._table, rows]).take(in_order, axis=0)
+
+
+def _is_before(block: QueuedBlock, due: float) -> bool:
+    """Return whether all requests of a block are due before another block that arrived later, or was sorted behind it, is due."""
+    return block.last_due < due or block.first_due == block.last_due == due
 
 
 def _runs_of(numbers: NDArray[np.int64]) -> dict[int, slice | NDArray[np.int64]]:
