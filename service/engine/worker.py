@@ -113,14 +113,15 @@ class Worker:
         idle = running is None and self._batcher.idle
         self._read_channels(IDLE_SECONDS if idle else 0.0)
         self._step()
-        if self._models.closing:
-            self._models.settle()
         if self._trials.running:
             self._trials.end_batches(self._engine.runs)
         waiting = [channel for channel in self._frontends if channel.outgoing]
         backlog = self._batcher.backlog_seconds() if waiting else 0.0
         for channel in waiting:
             self._flush(channel, backlog)
+        self._engine.count_ended()  # not before the answers have left
+        if self._models.closing:
+            self._models.settle()
         for other in (self._control, self._store):
             if other is not None and other.outgoing:
                 self._flush(other)

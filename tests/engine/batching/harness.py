@@ -252,6 +252,9 @@ class FakeEngine(DeviceEngine):
     def watch(self, observer: EndObserver | None) -> None:
         self.observer = observer
 
+    def count_ended(self) -> None:
+        pass
+
     def count_memory(self) -> None:
         pass
 
