@@ -17,11 +17,14 @@ from service.ipc.messages.message import Refusal
 
 
 class FrontendChannel:
-    """A frontend, until its channel closes. answered: whether it receives a backlog report with its next write."""
+    """A frontend, until its channel closes.
+
+    answered: whether a backlog report is due with its next write. backlog: the seconds that were reported last.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.answered = False
+        self.answered, self.backlog = False, 0.0
 
     def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         """Send the answers to all requests of a block. ready: when the result was."""

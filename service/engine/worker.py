@@ -269,14 +269,16 @@ class Worker:
     def _flush(self, channel: Channel, backlog: float | None = None) -> None:
         """Write as much as the frontend accepts now; the rest leaves when the selector reports room.
 
-        With answers goes the work left in this engine, and how many of the frontend's frames that includes. backlog: that work in predicted
-        seconds, if it is known.
+        With answers goes the work left in this engine, and how many of the frontend's frames that includes, unless none was left before
+        either. backlog: that work in predicted seconds, if it is known.
         """
         frontend = self._frontends.get(channel)
         if frontend is not None and frontend.answered:
             frontend.answered = False
             seconds = self._batcher.backlog_seconds() if backlog is None else backlog
-            channel.send(encode(Backlog(seconds, channel.frames_received)))
+            if seconds or frontend.backlog:
+                channel.send(encode(Backlog(seconds, channel.frames_received)))
+                frontend.backlog = seconds
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
         self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)
