@@ -7,12 +7,13 @@ with a state handle. The columns are the bytes in which the frontend sent them. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS, allowance
@@ -37,8 +38,7 @@ class BlockOwner(Protocol):
         """Refuse requests."""
 
 
-@dataclass(eq=False)
-class QueuedBlock:
+class QueuedBlock(Struct, eq=False, dict=True, weakref=True):
     """Requests, with the totals that the scheduler needs.
 
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
@@ -52,7 +52,6 @@ class QueuedBlock:
 
     model: ModelKey
     columns: Columns
-    _: KW_ONLY
     steps: int
     shortest: int
     longest: int
@@ -69,13 +68,13 @@ class QueuedBlock:
     handles: NDArray[np.int64] | None = None
     arrived: float = 0.0
     order: int = 0
-    _orders: NDArray[np.int64] | None = field(default=None, init=False)
-    _cost: Cost | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.requests = len(self.columns.ids) // ID_BYTES
         self.sequences = len(self.columns.lengths) // COUNT_BYTES
         self.head_start = self.priority * HEAD_START_SECONDS
+        self._orders: NDArray[np.int64] | None = None
+        self._cost: Cost | None = None
 
     @classmethod
     def read(cls, message: RequestBlock, data: Buffer, owner: BlockOwner, *, divisible: bool) -> QueuedBlock:
