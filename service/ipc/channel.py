@@ -60,10 +60,8 @@ def encode(message: Message, id: int = 0, tail: Sequence[Any] = (), following: i
     following: size of the trailing bytes that are not in `tail`, but go to `Channel.send` next to the frame.
     """
     packed = _encoder.encode(message)
-    length = len(packed) + following
-    for buffer in tail:
-        length += len(buffer) if type(buffer) is bytes else memoryview(buffer).nbytes
-    return b"".join((HEADER.pack(length, len(packed), id), packed, *tail))
+    body = b"".join((packed, *tail))  # to ask each buffer for its size would cost most frames more than another copy
+    return HEADER.pack(len(body) + following, len(packed), id) + body
 
 
 def decode(frame: bytes | memoryview) -> Frame:
