@@ -52,13 +52,11 @@ def answer_message(block: QueuedBlock, result: BlockResult, ready: float) -> tup
     arrays = [array for array in result[:4] if array is not None]
     scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
     sequences, session_steps = len(result.steps) // COUNT_BYTES, result.session_steps
+    queued, runs = (block.arrived, list(result.runs)) if block.timed else (0.0, [])
+    state = (sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else ()
     message = AnswerBlock(
         *(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready),
-        queued=block.arrived if block.timed else 0.0,
-        runs=list(result.runs) if block.timed else [],
-        state=(sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else (),
-        finite=result.is_finite,
-        sessions=session_steps is not None,
+        *(queued, runs, state, result.is_finite, session_steps is not None),
     )
     counts = block.columns.counts if sequences else bytes(COUNT_BYTES * block.requests)
     columns = block.columns.ids, counts, result.steps, b"" if session_steps is None else session_steps

@@ -79,23 +79,10 @@ class QueuedBlock(Struct, eq=False, dict=True, weakref=True):
     @classmethod
     def read(cls, message: RequestBlock, data: Buffer, owner: BlockOwner, *, divisible: bool) -> QueuedBlock:
         """Return the block of a message. data: the columns that follow it."""
-        return cls(
-            message.key,
-            Columns.read(data, message.requests, message.sequences, message.state_bytes),
-            steps=message.steps,
-            shortest=message.shortest,
-            longest=message.longest,
-            deadline=message.deadline,
-            priority=message.priority,
-            returns=message.returns,
-            share=message.share,
-            divisible=divisible,
-            owner=owner,
-            timed=message.timed,
-            sessions=message.sessions,
-            at=message.at,
-            options=message.options,
-        )
+        columns = Columns.read(data, message.requests, message.sequences, message.state_bytes)
+        work = message.steps, message.shortest, message.longest, message.deadline, message.priority, message.returns
+        others = message.share, divisible, owner, message.timed, message.sessions, message.at, message.options
+        return cls(*(message.key, columns, *work, *others))  # by place: keywords would cost several times as much
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches, None for a block that has not arrived."""
