@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import torch
 import uvloop
+from msgspec.structs import replace
 
 from service.access.scopes import Scope
 from service.engine.batching import session_state
@@ -123,7 +124,7 @@ class StandInEngine:
             if isinstance(frame.message, Request):
                 self.received.append(frame)
                 if self.held:
-                    self.waiting[frame.id] = frame._replace(tail=bytes(frame.tail))
+                    self.waiting[frame.id] = replace(frame, tail=bytes(frame.tail))
                     continue
             self._reply(frame)
 

@@ -82,7 +82,7 @@ def test_blocks_that_follow_each_other_become_one() -> None:
     requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0), pending(9, [3], b"xyz." * 3)]
     [joined] = join_blocks([frame(KEY, *requests[:2]), frame(KEY, requests[2])], most=4)
     together = frame(KEY, *requests)
-    assert joined == together._replace(tail=bytes(together.tail))
+    assert joined == replace(together, tail=bytes(together.tail))
 
 
 def test_blocks_with_sessions_become_one() -> None:
@@ -91,7 +91,7 @@ def test_blocks_with_sessions_become_one() -> None:
     chunks = [pending(id, [1], b"abcd", session=f"session {id}") for id in range(3)]
     [joined] = join_blocks([frame(options, *chunks[:2]), frame(options, chunks[2])], most=4)
     together = frame(options, *chunks)
-    assert joined == together._replace(tail=bytes(together.tail))
+    assert joined == replace(together, tail=bytes(together.tail))
     assert isinstance(joined.message, RequestBlock)
     assert (joined.message.sessions, joined.message.at) == (["session 0", "session 1", "session 2"], [])
     named = pending(4, [1], b"abcd", session="session 4", session_at=0)
