@@ -54,7 +54,7 @@ class Load:
         self._connections: set[Connection] = set()
         self._numbers = cycle(range(len(job.requests)))
         self._answers = AnswerCheck(job)
-        self._pids = [_clock_of(pid) for pid in job.pids]
+        self._pids = [clock_of(pid) for pid in job.pids]
         self._retries: set[asyncio.Task[None]] = set()
         self._reset()
 
@@ -348,6 +348,6 @@ def _connection_factory(load: Load, job: Job) -> Callable[[], Connection]:
     return lambda: GrpcConnection(load, frames)
 
 
-def _clock_of(pid: int) -> int:
+def clock_of(pid: int) -> int:
     """Return the clock of a process's processor time; Linux encodes the process in the clock's number."""
     return (~pid << 3) | 2

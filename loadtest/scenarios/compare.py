@@ -79,6 +79,7 @@ CELLS = {
     "text, 1 caller": Cell("text", 1),
     "text, 20 a second": Cell("text", rate=20, longer=2),
     "text, 200 a second": Cell("text", rate=200),
+    "text, 1000 a second": Cell("text", rate=1000),
     "64 texts": Cell("texts", 8),
     "64 lists of ids": Cell("ids", 8),
     "chunk, 1 in flight": Cell("chunk"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct
 
 from service.engine.batching.request_block import PLAIN, QueuedBlock
 from service.engine.batching.state_slots import Numbers
@@ -15,8 +15,7 @@ from service.ipc.messages.inference import Returns
 from service.ipc.messages.models import ModelKey
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
+class Batch(Struct, eq=False):
     """Blocks of one model that run in one forward pass, at least one. A block has a row for each sequence.
 
     since: when the first of them could have run; formed: when the batcher had chosen them. Both are on the clock of time.monotonic, and
@@ -35,12 +34,12 @@ class Batch:
     formed: float = math.inf
     read_slots: Numbers | None = None
     write_slots: Numbers | None = None
-    rows: int = field(default=0, init=False)
-    tokens: int = field(default=0, init=False)
-    longest: int = field(default=0, init=False)
-    timed: bool = field(default=False, init=False)
-    returns_embedding: bool = field(default=False, init=False)
-    returns_sequence: bool = field(default=False, init=False)
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+    timed: bool = False
+    returns_embedding: bool = False
+    returns_sequence: bool = False
 
     def __post_init__(self) -> None:
         for block in self.blocks:

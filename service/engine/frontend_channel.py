@@ -17,11 +17,14 @@ from service.ipc.messages.message import Refusal
 
 
 class FrontendChannel:
-    """A frontend, until its channel closes. answered: whether it receives a backlog report with its next write."""
+    """A frontend, until its channel closes.
+
+    answered: whether a backlog report is due with its next write. backlog: the seconds that were reported last.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.answered = False
+        self.answered, self.backlog = False, 0.0
 
     def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         """Send the answers to all requests of a block. ready: when the result was."""
@@ -49,13 +52,11 @@ def answer_message(block: QueuedBlock, result: BlockResult, ready: float) -> tup
     arrays = [array for array in result[:4] if array is not None]
     scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
     sequences, session_steps = len(result.steps) // COUNT_BYTES, result.session_steps
+    queued, runs = (block.arrived, list(result.runs)) if block.timed else (0.0, [])
+    state = (sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else ()
     message = AnswerBlock(
         *(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready),
-        queued=block.arrived if block.timed else 0.0,
-        runs=list(result.runs) if block.timed else [],
-        state=(sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else (),
-        finite=result.is_finite,
-        sessions=session_steps is not None,
+        *(queued, runs, state, result.is_finite, session_steps is not None),
     )
     counts = block.columns.counts if sequences else bytes(COUNT_BYTES * block.requests)
     columns = block.columns.ids, counts, result.steps, b"" if session_steps is None else session_steps

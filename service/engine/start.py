@@ -16,7 +16,7 @@ from service.errors import NoRoom, StartError
 from service.ipc.channel import send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages.control import Failed
-from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
+from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap, use_huge_pages
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
@@ -61,6 +61,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
     freeze_heap()
+    use_huge_pages()
     metrics.observe_collections("engine")
     try:
         worker.run()

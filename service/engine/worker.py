@@ -113,14 +113,15 @@ class Worker:
         idle = running is None and self._batcher.idle
         self._read_channels(IDLE_SECONDS if idle else 0.0)
         self._step()
-        if self._models.closing:
-            self._models.settle()
         if self._trials.running:
             self._trials.end_batches(self._engine.runs)
         waiting = [channel for channel in self._frontends if channel.outgoing]
         backlog = self._batcher.backlog_seconds() if waiting else 0.0
         for channel in waiting:
             self._flush(channel, backlog)
+        self._engine.count_ended()  # not before the answers have left
+        if self._models.closing:
+            self._models.settle()
         for other in (self._control, self._store):
             if other is not None and other.outgoing:
                 self._flush(other)
@@ -269,14 +270,16 @@ class Worker:
     def _flush(self, channel: Channel, backlog: float | None = None) -> None:
         """Write as much as the frontend accepts now; the rest leaves when the selector reports room.
 
-        With answers goes the work left in this engine, and how many of the frontend's frames that includes. backlog: that work in predicted
-        seconds, if it is known.
+        With answers goes the work left in this engine, and how many of the frontend's frames that includes, unless none was left before
+        either. backlog: that work in predicted seconds, if it is known.
         """
         frontend = self._frontends.get(channel)
         if frontend is not None and frontend.answered:
             frontend.answered = False
             seconds = self._batcher.backlog_seconds() if backlog is None else backlog
-            channel.send(encode(Backlog(seconds, channel.frames_received)))
+            if seconds or frontend.backlog:
+                channel.send(encode(Backlog(seconds, channel.frames_received)))
+                frontend.backlog = seconds
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
         self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)

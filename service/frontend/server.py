@@ -27,7 +27,7 @@ from service.frontend.rest.infer import InferRunner
 from service.frontend.rest.scopes import ADMIN_PORT_SCOPES
 from service.frontend.run.control import Control
 from service.frontend.run.frontend import Frontend
-from service.ipc.process_config import freeze_heap
+from service.ipc.process_config import freeze_heap, use_huge_pages
 from service.log import LogHandler
 
 ENGINE_WAIT_SECONDS = 1.0
@@ -219,6 +219,7 @@ def serve(
         admin_port = AdminPort(admin, _config(frontend, build_app(frontend, ADMIN_PORT_SCOPES | {Scope.PUBLIC})))
         admin_port.config.load()  # uvicorn loads only the configuration of the server itself
     freeze_heap()
+    use_huge_pages()
     gc.set_threshold(*COLLECTIONS)
     server = FrontendServer(config, control, frontend, http, grpc, admin_port, is_restart=is_restart)
     server.run(sockets=[http.listening])

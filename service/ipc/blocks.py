@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from math import inf, prod
 from typing import Any, Protocol, cast
 
@@ -111,40 +110,33 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
 
     timed: whether the answers tell how their batches ran.
     """
-    requests = [pending.request for pending in queued]
-    lengths = [steps for request in requests for steps in request.lengths]
+    requests, count = [pending.request for pending in queued], len(queued)
+    lengths = requests[0].lengths if count == 1 else [steps for request in requests for steps in request.lengths]
     deadlines = [request.deadline for request in requests]
-    columns = (
-        array("Q", [pending.id for pending in queued]),
-        array("d", deadlines),
-        array("i", [len(request.lengths) for request in requests]),
-        array("i", lengths),
-    )
-    sessions = [request.session for request in requests if request.session is not None]
-    at = [-1 if request.session_at is None else request.session_at for request in requests] if sessions else []
-    block = RequestBlock(
-        packed_key(key),
-        requests=len(requests),
-        sequences=len(lengths),
-        steps=sum(lengths),
-        shortest=min(lengths),
-        longest=max(lengths),
-        deadline=min(deadlines),
-        sent=sum([request.sent for request in requests]) / len(requests),
-        timed=timed,
-        sessions=sessions,
-        at=_known(at),
-        state_bytes=sum([request.state_bytes for request in requests]) if key.initial else 0,
-    )
+    of_each = *[pending.id for pending in queued], *deadlines, *[len(request.lengths) for request in requests]
+    columns = _columns(count, len(lengths)).pack(*of_each, *lengths)
+    sessions, at = list[str](), list[int]()
+    if key.options is not None:
+        sessions = [request.session for request in requests if request.session is not None]
+        at = _known([-1 if request.session_at is None else request.session_at for request in requests])
+    totals = sum(lengths), min(lengths), max(lengths), min(deadlines), sum([request.sent for request in requests]) / count
+    state_bytes = sum([request.state_bytes for request in requests]) if key.initial else 0
+    # By place: keywords would cost five times as much.
+    block = RequestBlock(*(packed_key(key), count, len(lengths), *totals, timed, sessions, at, state_bytes))
     values = [pending.data for pending in queued]
-    if len(values) == 1 and len(values[0]) > MAX_COPIED_BYTES:
-        return encode(block, tail=columns, following=len(values[0])), values[0]
+    if count == 1 and len(values[0]) > MAX_COPIED_BYTES:
+        return encode(block, tail=(columns,), following=len(values[0])), values[0]
     if key.initial:
         ends = [len(pending.data) - pending.request.state_bytes for pending in queued]
-        values = [data[:end] for data, end in zip(values, ends, strict=True)] + [
-            data[end:] for data, end in zip(values, ends, strict=True)
-        ]
-    return encode(block, tail=(*columns, *values)), b""
+        parts = [(data[:end], data[end:]) for data, end in zip(values, ends, strict=True)]
+        values = list(chain.from_iterable(zip(*parts, strict=True)))
+    return encode(block, tail=(columns, *values)), b""
+
+
+@lru_cache
+def _columns(requests: int, sequences: int) -> struct.Struct:
+    """Return the format of the columns before the values."""
+    return struct.Struct(f"<{requests}Q{requests}d{requests}i{sequences}i")
 
 
 def _known(at: list[int]) -> list[int]:

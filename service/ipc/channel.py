@@ -60,10 +60,8 @@ def encode(message: Message, id: int = 0, tail: Sequence[Any] = (), following: i
     following: size of the trailing bytes that are not in `tail`, but go to `Channel.send` next to the frame.
     """
     packed = _encoder.encode(message)
-    length = len(packed) + following
-    for buffer in tail:
-        length += len(buffer) if type(buffer) is bytes else memoryview(buffer).nbytes
-    return b"".join((HEADER.pack(length, len(packed), id), packed, *tail))
+    body = b"".join((packed, *tail))  # to ask each buffer for its size would cost most frames more than another copy
+    return HEADER.pack(len(body) + following, len(packed), id) + body
 
 
 def decode(frame: bytes | memoryview) -> Frame:
@@ -224,7 +222,8 @@ class Channel:
         """
         frames: list[Frame] = []
         for _ in range(READS_PER_RECEIVE):
-            expected = READ_BYTES if self._large is None else min(READ_BYTES, self._large.piece_left) or READ_BYTES
+            of_large = 0 if self._large is None else self._large.piece_left
+            expected = min(READ_BYTES, of_large) or READ_BYTES
             try:
                 size, descriptors = self._read()
             except BlockingIOError:
@@ -235,7 +234,7 @@ class Channel:
             if not size:
                 self.open = False
                 break
-            frames += self._take_frames()
+            frames += self._take_frames(0 if of_large else size)
             if size < expected and not descriptors:
                 break  # nothing more has arrived; descriptors also end a read early
         self.frames_received += len(frames)
@@ -256,12 +255,14 @@ class Channel:
         if self._large is not None and self._large.piece_left:
             return self._large.receive(self._socket)
         size, ancillary, _flags, _address = self._socket.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
-        self._received += self._buffer[:size]
         return size, _descriptors(ancillary) if ancillary else []
 
-    def _take_frames(self) -> list[Frame]:
+    def _take_frames(self, size: int) -> list[Frame]:
+        """Return the frames that are complete. size: bytes of the last read that are in the buffer."""
         frames, start, large_bytes = [] if self._large is None else self._take_large_frame(), 0, 0
-        with memoryview(self._received) as view:
+        if follows := bool(self._received):
+            self._received += self._buffer[:size]
+        with memoryview(self._received) if follows else self._buffer[:size] as view:
             while len(view) - start >= HEADER.size:
                 length, packed_length, id = HEADER.unpack_from(view, start)
                 begin, end = start + HEADER.size, start + HEADER.size + length
@@ -279,7 +280,10 @@ class Channel:
                 tail = bytes(view[begin + packed_length : end])
                 frames.append(Frame(message, id, tail, self._take_socket() if type(message) is Attach else None))
                 start = end
-        del self._received[:start]
+        if follows:
+            del self._received[:start]
+        elif start < size:
+            self._received += self._buffer[start:size]
         if large_bytes:
             self._large = _LargeFrame(self._received, large_bytes)
             self._received.clear()

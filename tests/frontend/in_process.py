@@ -19,10 +19,10 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import httpx
-import msgspec
 import numpy as np
 import torch
 import uvloop
+from msgspec.structs import replace
 
 from service.access.scopes import Scope
 from service.engine.batching import session_state
@@ -124,7 +124,7 @@ class StandInEngine:
             if isinstance(frame.message, Request):
                 self.received.append(frame)
                 if self.held:
-                    self.waiting[frame.id] = msgspec.structs.replace(frame, tail=bytes(frame.tail))
+                    self.waiting[frame.id] = replace(frame, tail=bytes(frame.tail))
                     continue
             self._reply(frame)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from service.ipc import process_config
 from service.ipc.heartbeat import FRONTEND_PATIENCE_SECONDS, IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from tests.serving import alive, eventually
 
@@ -90,3 +93,12 @@ def test_event_loop_beats_as_long_as_it_runs() -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
     assert -FRONTEND_PATIENCE_SECONDS <= heartbeat.late_seconds() < 0
     heartbeat.close()
+
+
+def test_huge_pages_hold_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[range] = []
+    monkeypatch.setattr(process_config, "LARGEST_COLLAPSED_BYTES", 1 << 62)
+    collapse = SimpleNamespace(madvise=lambda begin, size, _: moved.append(range(begin.value, begin.value + size.value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: collapse)
+    process_config.use_huge_pages()
+    assert any(id(moved) in each for each in moved)

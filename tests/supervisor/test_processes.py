@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -20,6 +21,7 @@ import pytest
 from tritonclient import grpc as triton
 from websockets.sync.client import connect
 
+from loadtest.generator.loops import clock_of
 from service.cli import main
 from service.modeling import spec
 from tests import models
@@ -148,6 +150,19 @@ def test_both_engines_have_loaded_before_the_service_is_ready(started: tuple[Ser
     here = two_engines.scrape()
     there = eventually(lambda: is_fresh(text := httpx.get(f"{two_engines.health}/metrics").text) and text)
     assert names(there) == names(here) and 'seqserve_requests_total{model="sensors"' in there
+
+
+def test_idle_service_uses_at_most_one_percent_of_a_core(started: tuple[Server, Path]) -> None:
+    """The best of several intervals counts, in processor time: other work on the machine changes little of it."""
+    server, _ = started
+    clocks = [clock_of(pid) for pid in (server.process.pid, *(event["pid"] for event in server.events("started")))]
+
+    def is_idle() -> bool:
+        began, used = time.monotonic(), -sum(map(time.clock_gettime, clocks))
+        time.sleep(2.0)
+        return used + sum(map(time.clock_gettime, clocks)) <= 0.01 * (time.monotonic() - began)
+
+    eventually(is_idle)
 
 
 def test_bad_model_is_listed_with_its_reason_and_repaired_by_a_load(started: tuple[Server, Path], tmp_path: Path) -> None:

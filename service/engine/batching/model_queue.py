@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
+from msgspec import Struct, field
 
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.tenant_queue import LEFT, NUMBER, Rejection, TenantQueue
@@ -12,8 +11,7 @@ from service.engine.execution.cost_model import Cost
 from service.ipc.messages.models import ModelKey
 
 
-@dataclass(slots=True, eq=False)
-class ModelQueue:
+class ModelQueue(Struct, eq=False):
     """The queued requests of one model.
 
     count, steps: of all sequences, and of their steps that are left. tenants: the same by tenant.

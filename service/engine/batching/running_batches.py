@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from service.engine.batch import Batch
 from service.engine.batching.assembly import Assembly
@@ -16,8 +16,7 @@ from service.engine.batching.state_cache import StateCache, StateMoves
 from service.engine.batching.tenant_queue import Piece
 
 
-@dataclass(slots=True)
-class RunningBatch:
+class RunningBatch(Struct, eq=False):
     """A batch in flight.
 
     pieces: its last blocks, each with the request that it belongs to. moves: of the states of the others, None without states.

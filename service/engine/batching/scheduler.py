@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from service.engine.batching.admission import Admission
@@ -60,8 +60,7 @@ class States(Protocol):
         """Return which state handles are in use. NO_HANDLE is not."""
 
 
-@dataclass(slots=True)
-class ScheduledBatch:
+class ScheduledBatch(Struct, eq=False):
     """What runs in a batch: requests as a whole, in blocks, and pieces of others. rows, tokens, longest: of all of them."""
 
     model: ModelKey

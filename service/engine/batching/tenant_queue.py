@@ -22,6 +22,7 @@ COLUMNS = LEFT, DONE, NUMBER, SEQUENCE, REQUEST, ORDER, HANDLE = range(7)
 place there; the place of its request there, and among all arrivals; its state handle, or NO_HANDLE."""
 NO_HANDLE = -1
 NO_ROWS: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
+NO_TIMES: NDArray[np.float64] = np.empty(0)
 
 
 MOST_COMPARED = 64
@@ -87,8 +88,7 @@ class TenantQueue:
         self._left: dict[int, int] = {}
         """How many sequences of each of them the table has."""
         self._number = 0
-        self._due: NDArray[np.float64] = np.empty(0)
-        self._deadlines: NDArray[np.float64] = np.empty(0)
+        self._due = self._deadlines = NO_TIMES
         self._table = NO_ROWS
         self._cut = False
         """Whether a batch has taken some of the sequences of a block."""

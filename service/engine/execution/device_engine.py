@@ -61,6 +61,9 @@ class DeviceEngine(ServedModels):
         self._place = place
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[FinishedBatch] = []
+        self._uncounted: list[tuple[InFlightBatch, float, float, float]] = []
+        """Batches that have ended, and are counted when their answers have left: when each ended, when its results were split, and
+        `_seen_running` at its end."""
         self._launches = 0
         self._launch_seconds = 0.0
         """Running mean of the host's time from accepting a batch to its launch."""
@@ -188,6 +191,7 @@ class DeviceEngine(ServedModels):
 
     def _collect(self) -> None:
         """Take the results of the batches that have ended."""
+        self.count_ended()
         try:
             while self._in_flight:
                 looked = time.monotonic()
@@ -198,7 +202,9 @@ class DeviceEngine(ServedModels):
                 self._done.append(FinishedBatch(in_flight.batch, in_flight.results(), in_flight.finite()))
                 if self._observer is not None:
                     self._observer(in_flight, ended)
-                self._count(in_flight, ended)
+                self._uncounted.append((in_flight, ended, time.monotonic(), self._seen_running))
+                if in_flight.batch.timed:  # its answers tell what is counted
+                    self.count_ended()
         except RuntimeError as error:
             raise DeviceLost(f"{self.device} is lost: {str(error).splitlines()[0]}") from error
 
@@ -206,8 +212,13 @@ class DeviceEngine(ServedModels):
         """Return the expected time of the device."""
         return in_flight.predicted * self._served[in_flight.batch.model].correction.factor
 
-    def _count(self, in_flight: InFlightBatch, ended: float) -> None:
-        """Count a batch in the metrics, and correct the predictions for its model."""
+    def count_ended(self) -> None:
+        """Count the batches that have ended in the metrics, and correct the predictions for their models."""
+        for ended in self._uncounted:
+            self._count(*ended)
+        self._uncounted.clear()
+
+    def _count(self, in_flight: InFlightBatch, ended: float, split: float, seen_running: float) -> None:
         metrics, batch = self._metrics, in_flight.batch
         computed = in_flight.launched if in_flight.collector is None else ended
         started = max(in_flight.staged, self._last_ended)
@@ -218,11 +229,11 @@ class DeviceEngine(ServedModels):
         if in_flight.collector is not None:
             # The host sees the ends of batches late, and of two batches perhaps at once.
             latest, earliest = max(in_flight.launched, self._last_ended), max(in_flight.staged, self._began_after)
-            device = self._seen_running - latest, ended - earliest
+            device = seen_running - latest, ended - earliest
         model = self._served[batch.model]
         model.correction.observe(in_flight.predicted, computed - began, device)
         model.cost = model.correction.of(model.runner.cost)
-        self._last_ended, self._began_after = ended, self._seen_running
+        self._last_ended, self._began_after = ended, seen_running
         self.busy_seconds += computed - started
         metrics.batch_sequences.observe(batch.rows, *labels)
         metrics.batch_tokens.observe(batch.tokens, *labels)
@@ -234,7 +245,7 @@ class DeviceEngine(ServedModels):
             "stage_in": in_flight.staged - min(batch.formed, in_flight.began),
             "device_wait": started - in_flight.staged,
             "compute": computed - started,
-            "stage_out": time.monotonic() - computed,
+            "stage_out": split - computed,
         }
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
@@ -53,8 +53,7 @@ class FinishedBatch(NamedTuple):
     finite: Array | None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchArrays:
+class BatchArrays(Struct, frozen=True, eq=False):
     """The outputs of a whole batch on the host, with the arrays of BlockResult. They may have more lines than the batch.
 
     offsets: where the steps of each row begin in arrays with a line per step; None if the encoder returns every step.
@@ -68,8 +67,7 @@ class BatchArrays:
     per_step: bool
 
 
-@dataclass(slots=True, eq=False)
-class InFlightBatch:
+class InFlightBatch(Struct, eq=False):
     """A launched batch.
 
     offsets: (rows + 1,) where each row begins in the staged tokens; valid until the buffer is staged again.

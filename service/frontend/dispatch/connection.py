@@ -313,8 +313,11 @@ class EngineConnection:
         self._channel.close()
 
     def _handle_frame(self, frame: Frame) -> None:
-        if not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
-            self._handlers[type(frame.message)](frame, frame.message)
+        handle = self._handlers.get(type(frame.message))
+        if handle is not None:
+            handle(frame, frame.message)
+        else:
+            self.rpc.handle_reply(frame)
 
     def _handle_status(self, frame: Frame, status: EngineStatus) -> None:
         self.models = {model.key: model for model in status.models}
@@ -344,6 +347,8 @@ class EngineConnection:
         pending = self.pending.get(frame.id)
         if pending is not None:
             pending.fail(refusal.error)
+        else:
+            self.rpc.handle_reply(frame)
 
     def _handle_refusals(self, frame: Frame, block: RefusalBlock) -> None:
         for id in np.frombuffer(frame.tail, ID).tolist():

@@ -199,16 +199,9 @@ def engine_request(
     field_of: Callable[[int], str],
 ) -> tuple[Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput. field_of: returns the name of an input in error messages."""
-    options = validation.Options(
-        returns=check_returns(body.returns, model.spec),
-        deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
-        priority=body.priority,
-        session=body.session,
-        session_starts=body.start,
-        session_ends=body.end is True,
-        session_at=body.steps,
-        exact_version=body.version is not None,
-    )
+    returns, deadline_ms = check_returns(body.returns, model.spec), validation.resolve_deadline_ms(body.deadline_ms, settings)
+    of_session = body.session, body.start, body.end is True, body.steps
+    options = validation.Options(*(returns, deadline_ms, body.priority, *of_session, body.version is not None))
     if body.session is not None and not packed.lengths[0]:
         validation.check_empty_chunk(body.start, body.end is True, field_of(0))
     return validation.engine_request(packed, options, model, arrived), packed.data

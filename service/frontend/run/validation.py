@@ -69,21 +69,15 @@ class PackedInputs(msgspec.Struct, frozen=True):
 
 def engine_request(packed: PackedInputs, options: Options, model: ServedModel, arrived: float) -> Request:
     """Return the engine's message for validated inputs. `arrived` is the monotonic time of arrival in seconds."""
+    session, starts = options.session, options.session_starts
+    if session is not None and not packed.lengths[0]:
+        starts = False
+    times = arrived + options.deadline_ms / 1000, time.monotonic()
+    of_session = session, starts, options.session_ends, model.generation, options.exact_version
     return Request(
-        model=model.spec.name,
-        version=model.version,
-        lengths=packed.lengths,
-        deadline=arrived + options.deadline_ms / 1000,
-        sent=time.monotonic(),
-        priority=options.priority,
-        returns=options.returns,
-        session=options.session,
-        session_starts=options.session_starts if options.session is None or packed.lengths[0] else False,
-        session_ends=options.session_ends,
-        session_at=options.session_at,
-        generation=model.generation,
-        exactly=options.exact_version,
+        *(model.spec.name, model.version, packed.lengths, *times, options.priority, options.returns, *of_session),
         state_bytes=packed.state_bytes,
+        session_at=options.session_at,
     )
 
 

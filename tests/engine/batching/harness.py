@@ -255,6 +255,8 @@ class FakeEngine(DeviceEngine):
     def count_memory(self) -> None:
         pass
 
+    count_ended = count_memory
+
 
 def value_of(row: Ids) -> float:
     """Return the sum of ids."""

@@ -215,6 +215,7 @@ def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, mo
 def test_batch_is_counted_in_the_metrics(engine: DeviceEngine) -> None:
     metrics = engine._metrics
     run(engine, WORDS, [block(WORDS, steps) for steps in LENGTHS])
+    engine.count_ended()
     assert metrics.tokens.values[WORDS.labels] == [sum(LENGTHS)]
     assert metrics.padding_avoided.values[WORDS.labels] == [max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)]
     assert metrics.batch_sequences.values[WORDS.labels][-1] == len(LENGTHS)
@@ -231,7 +232,7 @@ def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine) -> None:
     engine._last_ended = now - 0.5
     busy_seconds = engine.busy_seconds
     in_flight = InFlightBatch(batch, np.empty(0, np.int32), arrays, 0.1, now - 0.9, now - 0.8, now - 0.7, on_a_gpu)  # type: ignore[arg-type] # nothing is read
-    engine._count(in_flight, ended=now - 0.25)
+    engine._count(in_flight, now - 0.25, now, 0.0)
     means = {stage: values[-1] / 2 for (*_, stage), values in engine._metrics.stage_seconds.values.items()}
     assert list(means) == ["stage_in", "device_wait", "compute", "stage_out"]
     assert [means[stage] for stage in ("stage_in", "device_wait", "compute")] == pytest.approx([0.2, 0.3, 0.25])
