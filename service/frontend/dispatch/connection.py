@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,7 +95,7 @@ class PendingRequest(Struct, eq=False):
     def end(self) -> None:
         """Forget the request everywhere; its receiver is not called any more."""
         self.done = True
-        self.deadlines.discard(self)
+        self.deadlines.discard((self,))
         if self.at is not None:
             self.at.forget(self)
         if self.on_end is not None:
@@ -128,17 +129,22 @@ class Deadlines:
     def add(self, pending: PendingRequest) -> None:
         """Watch a request."""
         slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
-        self._slots.setdefault(slot, set()).add(pending)
+        watched = self._slots.get(slot)
+        if watched is None:
+            watched = self._slots[slot] = set()
+        watched.add(pending)
         if slot < self._armed_slot:
             self._arm(slot)
 
-    def discard(self, pending: PendingRequest) -> None:
-        """Stop watching a request."""
-        watched = self._slots.get(pending.slot)
-        if watched is not None:
-            watched.discard(pending)
-            if not watched:
-                del self._slots[pending.slot]
+    def discard(self, requests: Iterable[PendingRequest]) -> None:
+        """Stop watching requests."""
+        slots = self._slots
+        for pending in requests:
+            watched = slots.get(pending.slot)
+            if watched is not None:
+                watched.discard(pending)
+                if not watched:
+                    del slots[pending.slot]
 
     def close(self) -> None:
         """Stop the timer."""
@@ -172,31 +178,38 @@ class PredictedWait:
     def __init__(self) -> None:
         self._reported = 0.0
         self._reported_at = 0.0
-        self._sent: dict[int, tuple[float, float]] = {}
+        self._prices: dict[int, float] = {}
+        """The predicted seconds of the requests that the report does not include, and their sum."""
         self._sent_seconds = 0.0
+        self._frames: deque[tuple[int, Sequence[int]]] = deque()
+        """The requests that left in each frame since the report."""
 
     def report(self, seconds: float, frames: int, now: float) -> None:
         """Record the engine's report, which includes the first `frames` frames of this frontend."""
         self._reported, self._reported_at = seconds, now
-        self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
+        while self._frames and self._frames[0][0] <= frames:
+            for id in self._frames.popleft()[1]:
+                self._prices.pop(id, None)
         # Summed again at every report, so that rounding errors do not add up.
-        self._sent_seconds = sum([price for _, price in self._sent.values()])
+        self._sent_seconds = sum(self._prices.values())
 
     def add(self, id: int, seconds: float) -> None:
         """Record a request of this many predicted seconds, which is about to leave."""
-        self._sent[id] = math.inf, seconds
+        self._prices[id] = seconds
         self._sent_seconds += seconds
 
-    def sent(self, ids: Iterable[int], frame: int) -> None:
+    def sent(self, ids: Sequence[int], frame: int) -> None:
         """Record that these requests left in frame number `frame`, counted from 1."""
-        for id in ids:
-            self._sent[id] = frame, self._sent[id][1]
+        self._frames.append((frame, ids))
 
-    def drop(self, id: int) -> None:
-        """Forget a request that was answered or cancelled."""
-        sent = self._sent.pop(id, None)
-        if sent is not None:
-            self._sent_seconds = self._sent_seconds - sent[1] if self._sent else 0.0
+    def drop(self, ids: Iterable[int]) -> None:
+        """Forget requests that were answered or cancelled."""
+        prices = self._prices
+        for id in ids:
+            self._sent_seconds -= prices.pop(id, 0.0)
+        if not prices:
+            self._sent_seconds = 0.0
+            self._frames.clear()
 
     def seconds(self, now: float) -> float:
         return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
@@ -228,8 +241,12 @@ class EngineConnection:
     or runs for the first time.
     """
 
-    def __init__(self, channel: Channel, metrics: Metrics, clock: Callable[[], float], owner: EngineOwner) -> None:
+    def __init__(
+        self, channel: Channel, metrics: Metrics, clock: Callable[[], float], owner: EngineOwner, deadlines: Deadlines
+    ) -> None:
+        """deadlines: of all requests of the owner."""
         self._metrics = metrics
+        self._deadlines = deadlines
         self._clock = clock
         self._owner = owner
         self._wait = PredictedWait()
@@ -282,12 +299,12 @@ class EngineConnection:
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = {}
+            self._channel.flush_soon()
         block[pending.id] = pending
         if request.timed:
             self._timed.add(key)
         if large:
             self._send_blocks()
-        self._channel.flush_soon()
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
@@ -302,10 +319,13 @@ class EngineConnection:
         """Remove a request from the pending requests and from the predicted wait."""
         if self.pending.pop(pending.id, None) is not None:
             self._pending_bytes -= pending.size
-            self._wait.drop(pending.id)
+            self._wait.drop((pending.id,))
         if pending is self.suspect:
-            self.suspect = None
-            self._owner.suspect_ended(self)
+            self._end_suspect()
+
+    def _end_suspect(self) -> None:
+        self.suspect = None
+        self._owner.suspect_ended(self)
 
     def close(self) -> None:
         """Close the channel; pending requests are lost."""
@@ -326,10 +346,24 @@ class EngineConnection:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
 
     def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
-        for id, answer, data in split_answers(block, frame.tail):
-            pending = self.pending.get(id)
-            if pending is not None:
-                pending.answer(answer, data)
+        pending = self.pending
+        answered = [
+            (request, answer, data)
+            for id, answer, data in split_answers(block, frame.tail)
+            if (request := pending.pop(id, None)) is not None
+        ]
+        requests = [request for request, _, _ in answered]
+        self._wait.drop([request.id for request in requests])
+        self._deadlines.discard(requests)
+        for request in requests:
+            request.done = True
+            self._pending_bytes -= request.size
+            if request is self.suspect:
+                self._end_suspect()
+            if request.on_end is not None:
+                request.on_end()
+        for request, answer, data in answered:
+            request.receiver.answered(answer, data)
 
     def _handle_trial_began(self, frame: Frame, message: TrialBegan) -> None:
         self.on_trial.add(message.key)
@@ -364,7 +398,7 @@ class EngineConnection:
             if block:
                 frame, following = encode_block(key, list(block.values()), timed=key in timed)
                 self._channel.send(frame, following=following)
-                self._wait.sent(block, self._channel.frames_sent)
+                self._wait.sent(list(block), self._channel.frames_sent)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)

@@ -23,7 +23,7 @@ import msgspec
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import REQUEST_BYTES, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
-from service.ipc.blocks import block_key
+from service.ipc.blocks import BlockKey, block_key
 from service.ipc.channel import Channel
 from service.ipc.messages.inference import LoadedModel, RecordTrace, Request
 from service.ipc.messages.message import Message
@@ -112,21 +112,27 @@ class Dispatcher:
 
     def attach(self, channel: Channel) -> None:
         """Add an engine. It is ready when its first status arrives."""
-        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self))
+        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self, self._deadlines))
 
     def send(
-        self, request: Request, data: bytes | memoryview, receiver: Receiver, on_end: Callable[[], None] | None = None
+        self,
+        request: Request,
+        data: bytes | memoryview,
+        receiver: Receiver,
+        on_end: Callable[[], None] | None = None,
+        block: BlockKey | None = None,
     ) -> PendingRequest:
         """Send a request to an engine; raises a ServiceError.
 
         The receiver is called later, never before this function returns, and not at all after `cancel`. on_end: called once, at the end of
-        a request that was sent.
+        a request that was sent. block: what `block_key` returns, if that is known.
         """
         if not self._ready:
             raise self._not_ready()
         if 0 in request.lengths and not request.ends_only:
             return self._send_without_empty(request, data, receiver, on_end)
-        block = block_key(request)
+        if block is None:
+            block = block_key(request)
         key = block.model
         if self._deadly and self._endangers_last(key):
             raise EngineLost(
@@ -134,9 +140,8 @@ class Dispatcher:
             )
         size = REQUEST_BYTES + len(data)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
-        if len(engines) == 1 and engines[0].pending_bytes + size <= self._channel_bytes:
-            engine = engines[0]
-        else:
+        engine = engines[0]
+        if len(engines) > 1 or engine.pending_bytes + size > self._channel_bytes:
             engine = self._choose(_with_room(engines, size, self._channel_bytes))
         self._last_id += 1
         pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, block, size, on_end=on_end)

@@ -474,7 +474,7 @@ def test_sent_requests_count_until_they_are_dropped() -> None:
         wait.sent([request], frame=request)
     assert wait.seconds(now=0.0) == wait.seconds(now=60.0) == 0.75
     for request, rest in ((1, 0.5), (1, 0.5), (2, 0.0)):
-        wait.drop(request)
+        wait.drop([request])
         assert wait.seconds(now=60.0) == rest
 
 
