@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from msgspec import Meta, Struct, structs
@@ -33,6 +34,7 @@ from service.frontend.rest.infer import InferRunner, check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.run.access_log import audited
 from service.frontend.run.catalog import ServedModel
+from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
@@ -44,6 +46,7 @@ from service.frontend.run.validation import (
     pack_input,
     resolve_deadline_ms,
 )
+from service.ipc.blocks import block_key
 from service.ipc.messages.decoder import DecodeBody
 from service.ipc.messages.inference import Request, Returns
 from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
@@ -122,6 +125,9 @@ class DecodedChunk(DecodedRequest, frozen=True):
     steps: int | None = None
 
 
+NO_CHUNK = DecodedChunk("", None, None)
+
+
 class ChunkOptions:
     """What all chunks of a socket share."""
 
@@ -133,12 +139,33 @@ class ChunkOptions:
         self._model: ServedModel | None = None
         self._returns = Returns()
         """What the model of the last chunk returns."""
+        self.session_json = orjson.dumps(session)
+        self.prepared: tuple[ServedModel, Caller] | None = None
+        """For which model and caller `continuing` may be called."""
 
     def decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedChunk:
         query = self._query
         return DecodedChunk(
             *(query.model, query.version, self, self._session, None, False, chunk.input, start, chunk.end, chunk.steps)
         )
+
+    def prepare(self, model: ServedModel, caller: Caller) -> None:
+        """Prepare the requests that continue the session; raises a ServiceError."""
+        returns, exactly = check_returns(self._query.returns, model.spec), self._query.version is not None
+        request = caller.admit(
+            Request(
+                *(model.spec.name, model.version, [], 0.0, 0.0, self._query.priority, returns),
+                *(self._session, False, False, model.generation, exactly),
+            )
+        )
+        values = structs.astuple(request)
+        self._before, self._after, self.block = values[:2], values[5:-2], block_key(request)
+        self.prepared = model, caller
+
+    def continuing(self, steps: int, session_at: int | None, arrived: float, sent: float) -> Request:
+        """Return the request of a chunk that continues the session, as its caller may send it."""
+        values = *self._before, [steps], arrived + self._seconds, sent, *self._after, session_at
+        return Request(*values)
 
     def request(
         self, chunk: DecodedChunk, model: ServedModel, arrived: float, packed: PackedInputs | None
@@ -171,25 +198,71 @@ class ChunkRunner(InferRunner):
 
     def __init__(self, frontend: Frontend) -> None:
         super().__init__(frontend)
-        self._waiting: list[tuple[_PendingReply, DecodedChunk, float]] = []
+        self._waiting: list[_PendingReply] = []
         self._waiting_bytes = 0
+        self.replied: dict[_ChunkStream, None] | None = None
+        """The sockets that have replies to send, while the answers of a tick are written."""
 
-    def send_soon(self, reply: _PendingReply, chunk: DecodedChunk, arrived: float, size: int) -> None:
-        """Send a chunk of `size` bytes at the end of the tick, when all sockets are read.
+    def send_soon(self, reply: _PendingReply, size: int) -> None:
+        """Send a chunk of `size` bytes that continues its session at the end of the tick, when all sockets are read.
 
         The code that reads a message and the code that sends it then run many times in a row, which takes less time than by turns.
         """
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send_waiting)
-        self._waiting.append((reply, chunk, arrived))
+        self._waiting.append(reply)
         self._waiting_bytes += CHUNK_COST + size
         if self._waiting_bytes > MAX_TOGETHER:
             self._send_waiting()
 
     def _send_waiting(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        for reply, chunk, arrived in waiting:
-            reply.stream.send(reply, chunk, arrived)
+        unobserved, now = not (self._observer.chooses or self._observer.times_all), time.monotonic()
+        for reply in waiting:
+            model = reply.stream.model
+            if unobserved and model is not None and model.key in self.frontend.catalog:
+                self._continue(reply, model, now)
+            else:
+                reply.stream.send(reply)
+
+    def _continue(self, reply: _PendingReply, model: ServedModel, now: float) -> None:
+        """Send a chunk to the model that answered the last chunk of its socket, as `run` does, with what the socket has prepared."""
+        stream, chunk, arrived = reply.stream, reply.chunk, reply.arrived
+        caller, options = stream.caller, stream.options
+        self._tally.accepted += 1
+        reply.call = call = RunningRequest(self, reply, model, arrived, now, chunk, caller, None)
+        try:
+            if options.prepared != (model, caller):
+                options.prepare(model, caller)
+            data = pack_input(chunk.input, INPUT, model)
+            if not data:
+                check_empty_chunk(False, False, INPUT)
+            request = options.continuing(len(data) // model.step_bytes, chunk.steps, arrived, now)
+            call.lengths = request.lengths
+            call.pending = self.frontend.send(caller, request, data, call, options.block)
+        except ServiceError as error:
+            self.fail_or_search(call, error)
+        except Exception as error:
+            self.fail(call, self.frontend.internal_error(error))
+
+    def _write_answers(self) -> None:
+        """Write the answers of the tick, and send each socket its replies together."""
+        replied = dict[_ChunkStream, None]()
+        self.replied = replied
+        super()._write_answers()
+        self.replied = None
+        for stream in replied:
+            stream.send_replies()
+
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        together = model.writer.write_all([(call.answer, call.data) for call in calls])
+        if together is None:
+            return super().write(model, calls)
+        template = b'{%b,"outputs":%%b,"session":{"id":%%b,"steps":%%d}}' % model.identity.replace(b"%", b"%%")
+        return [
+            HttpReply(template % (outputs, call.decoded.context.session_json, call.answer.session_steps), b"")
+            for outputs, call in zip(together, calls, strict=True)
+        ]
 
     def build(
         self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
@@ -266,12 +339,12 @@ class _ChunkStream:
         """labels: the metric labels of messages that cannot be parsed."""
         self._frontend = frontend
         self.scope = Scope.SESSION
-        self._chunks = chunks
+        self.chunks = chunks
         self._socket = socket
         self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
         self._query = query
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
-        self._options = ChunkOptions(query, self._session, frontend.settings)
+        self.options = ChunkOptions(query, self._session, frontend.settings)
         self._labels = labels
         self.caller = caller
         self.identity = identity_of(socket)
@@ -319,46 +392,47 @@ class _ChunkStream:
     def ready(self) -> bool:
         return self._alone is None and len(self._unanswered) < MAX_IN_FLIGHT
 
-    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> bool:
         """Send a chunk to the engine, or start a task for a message that is answered alone."""
         if is_text and len(data) > MAX_LOOP_BODY_BYTES:
             self._handle_alone(self._answer_large(data, arrived))
-            return
+            return False
+        reply = _PendingReply(self, arrived)
         try:
             if self._frontend.limits.starts.refusing:
                 raise self._frontend.limits.starts.refuse()
             chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
         except ServiceError as error:
-            reply = self._append_reply()
-            self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
+            self._unanswered.append(reply)
+            self.chunks.refuse(self._labels, error, arrived, reply, self.caller)
             reply.respond_error(error)
-            return
-        decoded = self._options.decoded(chunk, resolve_start(chunk.start, begun=self._begun))
-        if decoded.start is False and not chunk.end:
-            self._chunks.send_soon(self._append_reply(), decoded, arrived, len(data))
-        else:
-            self._handle_alone(self._send_alone(decoded, arrived))
+            return self.ready
+        reply.chunk = decoded = self.options.decoded(chunk, resolve_start(chunk.start, begun=self._begun))
+        if decoded.start is not False or decoded.end:
+            self._handle_alone(self._send_alone(reply, decoded))
+            return False
+        self._unanswered.append(reply)
+        self.chunks.send_soon(reply, len(data))
+        return len(self._unanswered) < MAX_IN_FLIGHT
 
     # Replies.
 
     def send_replies(self) -> None:
         """Send the replies that are next in the order of the messages."""
-        unanswered = self._unanswered
+        unanswered, contents, failed = self._unanswered, list[bytes | memoryview](), False
         was_full = len(unanswered) == MAX_IN_FLIGHT
         while unanswered and unanswered[0].content:
             reply = unanswered.popleft()
-            self._connection.send_text(reply.content)
-            if reply.in_error:
-                self._connection.fail("the service failed on a message")
+            if not failed:
+                contents.append(reply.content)
+                failed = reply.in_error
+        self._connection.send_texts(contents)
+        if failed:
+            self._connection.fail("the service failed on a message")
         if not unanswered and self._all_answered is not None and not self._all_answered.done():
             self._all_answered.set_result(None)
         if was_full and self.ready:
             self._connection.read_on()
-
-    def _append_reply(self) -> _PendingReply:
-        reply = _PendingReply(self)
-        self._unanswered.append(reply)
-        return reply
 
     async def _wait_for_replies(self) -> None:
         """Wait until every message has its reply."""
@@ -368,14 +442,14 @@ class _ChunkStream:
 
     # Messages.
 
-    def send(self, reply: _PendingReply, chunk: DecodedChunk, arrived: float) -> None:
+    def send(self, reply: _PendingReply) -> None:
         """Send a chunk to the engine."""
-        model = self.model
+        chunk, model = reply.chunk, self.model
         if chunk.start is not False or model is None or model.key not in self._frontend.catalog:
             model = None
         self._submitted = True
         try:
-            reply.call = self._chunks.run(chunk, reply, arrived, self.caller, model)
+            reply.call = self.chunks.run(chunk, reply, reply.arrived, self.caller, model)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -389,11 +463,11 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, chunk: DecodedChunk, arrived: float) -> None:
+    async def _send_alone(self, reply: _PendingReply, chunk: DecodedChunk) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
-        reply = self._append_reply()
-        self.send(reply, chunk, arrived)
+        self._unanswered.append(reply)
+        self.send(reply)
         await self._wait_for_replies()
         if not reply.failed:
             self._begun = not chunk.end
@@ -401,16 +475,17 @@ class _ChunkStream:
     async def _answer_large(self, data: bytes, arrived: float) -> None:
         """Answer a message that the decoder parses."""
         await self._wait_for_replies()
-        reply = self._append_reply()
+        reply = _PendingReply(self, arrived)
+        self._unanswered.append(reply)
         try:
             async with AsyncExitStack() as stack:
-                with self._chunks.reading(reply, arrived, self.caller, self._labels):
+                with self.chunks.reading(reply, arrived, self.caller, self._labels):
                     large = await stack.enter_async_context(self._frontend.decoder.decode(DecodeBody("stream"), data))
                     chunk = msgspec.json.decode(large.options, type=ChunkBody)
                 start = resolve_start(chunk.start, begun=self._begun)
                 self._submitted = True
-                decoded = structs.replace(self._options.decoded(chunk, start), pack=large.pack)
-                reply.call = self._chunks.run(decoded, reply, arrived, self.caller)
+                decoded = structs.replace(self.options.decoded(chunk, start), pack=large.pack)
+                reply.call = self.chunks.run(decoded, reply, arrived, self.caller)
                 await self._wait_for_replies()
         except ServiceError as error:
             reply.respond_error(error)
@@ -425,6 +500,8 @@ class _PendingReply(Struct, eq=False):
     """The reply to one message: the exchange of its request."""
 
     stream: _ChunkStream
+    arrived: float
+    chunk: DecodedChunk = NO_CHUNK
     call: RunningRequest | None = None
     """The request until its end. It refers to this object: a cycle would stay in memory until the next full garbage collection."""
     content: bytes | memoryview = b""
@@ -448,10 +525,14 @@ class _PendingReply(Struct, eq=False):
         return self.stream.disconnected
 
     def respond(self, content: bytes | memoryview, headers: bytes) -> None:
+        stream = self.stream
         if self.call is not None:
-            self.stream.model, self.call = self.call.model, None
+            stream.model, self.call = self.call.model, None
         self.content = content
-        self.stream.send_replies()
+        if stream.chunks.replied is None:
+            stream.send_replies()
+        else:
+            stream.chunks.replied[stream] = None
 
     def respond_error(self, error: ServiceError) -> None:
         self.call, self.failed = None, True

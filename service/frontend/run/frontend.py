@@ -21,6 +21,7 @@ from service.frontend.run.large_answers import LargeAnswers
 from service.frontend.run.observation import Observer
 from service.frontend.run.origin import RequestIds
 from service.frontend.run.tally import RequestTally
+from service.ipc.blocks import BlockKey
 from service.ipc.messages.inference import Request
 from service.ipc.messages.models import IndexEntry, Manifest, ModelKey
 from service.ipc.quota_counts import QuotaCounts
@@ -99,18 +100,20 @@ class Frontend:
         for key in retired:
             self.dispatcher.release(key)
 
-    def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
+    def send(
+        self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver, block: BlockKey | None = None
+    ) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
         limits = self.limits
         if caller.quotas == NO_QUOTAS and not (caller.key or limits.memory.limited):
-            return self.dispatcher.send(request, data, receiver)
+            return self.dispatcher.send(request, data, receiver, block=block)
         key, numbers = request.key, 0
         # A version that was forgotten while a body was parsed is refused later.
         if limits.memory.limited and key in self.catalog:
             numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
-        request, end = limits.begin(caller, request, len(data), numbers)
+        admitted, end = limits.begin(caller, request, len(data), numbers)
         try:
-            return self.dispatcher.send(request, data, receiver, on_end=end)
+            return self.dispatcher.send(admitted, data, receiver, end, block if admitted is request else None)
         except ServiceError:
             if end is not None:
                 end()
