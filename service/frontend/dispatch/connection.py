@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -126,15 +126,18 @@ class Deadlines:
         self._armed_slot = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, pending: PendingRequest) -> None:
-        """Watch a request."""
-        slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
-        watched = self._slots.get(slot)
-        if watched is None:
-            watched = self._slots[slot] = set()
-        watched.add(pending)
-        if slot < self._armed_slot:
-            self._arm(slot)
+    def add(self, requests: Iterable[PendingRequest]) -> None:
+        """Watch requests."""
+        slots, soonest = self._slots, math.inf
+        for pending in requests:
+            slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
+            watched = slots.get(slot)
+            if watched is None:
+                watched = slots[slot] = set()
+                soonest = min(soonest, slot)
+            watched.add(pending)
+        if soonest < self._armed_slot:
+            self._arm(int(soonest))
 
     def discard(self, requests: Iterable[PendingRequest]) -> None:
         """Stop watching requests."""
@@ -193,10 +196,10 @@ class PredictedWait:
         # Summed again at every report, so that rounding errors do not add up.
         self._sent_seconds = sum(self._prices.values())
 
-    def add(self, id: int, seconds: float) -> None:
-        """Record a request of this many predicted seconds, which is about to leave."""
-        self._prices[id] = seconds
-        self._sent_seconds += seconds
+    def add(self, prices: Mapping[int, float]) -> None:
+        """Record the predicted seconds of requests that are about to leave, by their ids."""
+        self._prices.update(prices)
+        self._sent_seconds += sum(prices.values())
 
     def sent(self, ids: Sequence[int], frame: int) -> None:
         """Record that these requests left in frame number `frame`, counted from 1."""
@@ -270,7 +273,7 @@ class EngineConnection:
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
-        self._session_blocks: dict[str, BlockKey] = {}
+        self._session_blocks: dict[str | None, BlockKey] = {}
         """The block of each session that has a chunk among them."""
         self._timed: set[BlockKey] = set()
         """The blocks with a request whose batches should be timed."""
@@ -284,25 +287,39 @@ class EngineConnection:
         """Return how long a request sent now is expected to wait here before it runs."""
         return self._wait.seconds(now)
 
-    def submit(self, pending: PendingRequest) -> None:
-        """Send a request. Its receiver gets the answer, or the error with which the engine refuses it."""
-        pending.at = self
-        self.pending[pending.id] = pending
-        self._pending_bytes += pending.size
-        key, request, large = pending.block, pending.request, pending.size > MOST_COPIED
-        model, session = self.models.get(key.model), request.session
-        self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        if large or (session is not None and self._session_blocks.get(session, key) is not key):
+    def submit(self, requests: Sequence[PendingRequest]) -> None:
+        """Send requests of one block, one that is large alone. Their receivers get the answers, or the error of a request that the engine
+        refuses.
+        """
+        key, sizes = requests[0].block, [pending.size for pending in requests]
+        large, in_sessions = max(sizes) > MOST_COPIED, key.options is not None
+        sessions = [pending.request.session for pending in requests if in_sessions]
+        others = self._session_blocks
+        if large or (others and set(map(others.get, sessions)) - {None, key}):
             self._send_blocks()  # the chunks of a session leave in their order
-        if session is not None:
-            self._session_blocks[session] = key
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = {}
+        if large and len(requests) > 1:
+            for pending in requests:
+                self.submit((pending,))
+            return
+        others.update(dict.fromkeys(sessions, key))
+        by_id = {pending.id: pending for pending in requests}
+        self.pending.update(by_id)
+        self._pending_bytes += sum(sizes)
+        model, lengths, price, prices = self.models.get(key.model), list[int](), 0.0, dict[int, float]()
+        for id, pending in by_id.items():
+            pending.at, request = self, pending.request
+            if request.lengths != lengths and model is not None:
+                lengths = request.lengths
+                price = model.seconds(lengths)
+            prices[id] = price
+            if request.timed:
+                self._timed.add(key)
+        self._wait.add(prices)
+        if key in self._blocks:
+            self._blocks[key].update(by_id)
+        else:
+            self._blocks[key] = by_id
             self._channel.flush_soon()
-        block[pending.id] = pending
-        if request.timed:
-            self._timed.add(key)
         if large:
             self._send_blocks()
 

@@ -122,8 +122,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._continuation: asyncio.Handle | WaitingStart | None = None
         """The callback that parses further frames, or the turn for which they wait."""
         self._receiver: MessageReceiver | None = None
-        self._in_frame = False
-        """Whether websockets' parser has read a frame in part."""
+        self._between_messages = False
+        """Whether a message begins with the next byte, of which websockets' parser has read none."""
         self._message_bytes = 0
         """Bytes of the frames of an incomplete message."""
         self._rate_began = 0.0
@@ -209,7 +209,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def deliver_to(self, receiver: MessageReceiver) -> None:
         """Pass the messages to a receiver from now on. The end of the socket is still an ASGI event."""
-        self._receiver = receiver
+        self._receiver, self._between_messages = receiver, True
         self.read_on()
 
     def read_on(self) -> None:
@@ -373,8 +373,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             now = time.monotonic()
             if now - self._rate_began >= RATE_SECONDS:
                 self._rate_began, self._later_frames, self._pings = now, 0, 0
+            self._between_messages = False
             arrived = self.conn.parse_frame()
-            self._in_frame = not arrived
         if self.conn.parser_exc is not None:
             if self.close_timer is None:
                 too_large = isinstance(self.conn.parser_exc, PayloadTooBig)
@@ -382,6 +382,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handle_parser_exception()
         elif arrived:
             self.handle_events()
+            self._between_messages = (
+                self._receiver is not None and self.conn.current_size is None and self.conn.state is State.OPEN
+            )
         elif self._draining and not self.close_sent:
             self._draining = False
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.SERVICE_RESTART, "reason": None})
@@ -392,19 +395,19 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
         Return the bytes of their frames.
         """
-        conn, arrived, end = self.conn, len(buffer), 0
-        if self._in_frame or self._receiver is None or conn.current_size is not None or conn.state is not State.OPEN:
+        if not self._between_messages or self.close_sent:
             return 0
+        arrived, end = len(buffer), 0
         for _ in range(MAX_TAKEN):
             begin = end + 6
-            if arrived < begin or (kind := buffer[end]) not in _WHOLE_MESSAGES:
+            if arrived < begin:
                 break
-            size = buffer[end + 1] ^ _MASKED
-            if size == _SIZE_OF_16_BITS:
+            kind, size = buffer[end], buffer[end + 1] ^ _MASKED
+            if size >= _SIZE_OF_16_BITS:
+                if size > _SIZE_OF_16_BITS:
+                    break  # a large message, or one without a mask
                 begin, size = begin + 2, int.from_bytes(buffer[end + 2 : end + 4])
-            elif size >= _SIZE_OF_64_BITS:
-                break  # a large message, or one without a mask
-            if arrived < begin + size:
+            if arrived < begin + size or kind not in _WHOLE_MESSAGES:
                 break
             end = begin + size
             self._deliver(apply_mask(buffer[begin:end], buffer[begin - 4 : begin]), kind == _TEXT_FRAME)

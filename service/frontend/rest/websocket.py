@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Literal
 
@@ -46,7 +46,7 @@ from service.frontend.run.validation import (
     pack_input,
     resolve_deadline_ms,
 )
-from service.ipc.blocks import block_key
+from service.ipc.blocks import BlockKey, block_key
 from service.ipc.messages.decoder import DecodeBody
 from service.ipc.messages.inference import Request, Returns
 from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
@@ -135,7 +135,6 @@ class ChunkOptions:
         """query: checked with `check_options`."""
         self._query = query
         self._session = session
-        self._seconds = resolve_deadline_ms(query.deadline_ms, settings) / 1000
         self._model: ServedModel | None = None
         self._returns = Returns()
         """What the model of the last chunk returns."""
@@ -143,11 +142,9 @@ class ChunkOptions:
         self.prepared: tuple[ServedModel, Caller] | None = None
         """For which model and caller `continuing` may be called."""
 
-    def decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedChunk:
-        query = self._query
-        return DecodedChunk(
-            *(query.model, query.version, self, self._session, None, False, chunk.input, start, chunk.end, chunk.steps)
-        )
+        self.seconds = resolve_deadline_ms(query.deadline_ms, settings) / 1000
+        self.decoded = query.model, query.version, self, session, None, False
+        """The first values of each DecodedChunk."""
 
     def prepare(self, model: ServedModel, caller: Caller) -> None:
         """Prepare the requests that continue the session; raises a ServiceError."""
@@ -159,12 +156,12 @@ class ChunkOptions:
             )
         )
         values = structs.astuple(request)
-        self._before, self._after, self.block = values[:2], values[5:-2], block_key(request)
+        self.block, self._first, self._last = block_key(request), values[:2], values[5:-2]
         self.prepared = model, caller
 
     def continuing(self, steps: int, session_at: int | None, arrived: float, sent: float) -> Request:
         """Return the request of a chunk that continues the session, as its caller may send it."""
-        values = *self._before, [steps], arrived + self._seconds, sent, *self._after, session_at
+        values = *self._first, [steps], arrived + self.seconds, sent, *self._last, session_at
         return Request(*values)
 
     def request(
@@ -183,11 +180,15 @@ class ChunkOptions:
             check_empty_chunk(start, chunk.end, INPUT)
             start = False
         request = Request(
-            *(model.spec.name, model.version, [steps], arrived + self._seconds, time.monotonic(), self._query.priority),
+            *(model.spec.name, model.version, [steps], arrived + self.seconds, time.monotonic(), self._query.priority),
             *(self._returns, self._session, start, chunk.end, model.generation, self._query.version is not None),
             session_at=chunk.steps,
         )
         return request, data
+
+
+_UnsentChunk = tuple[Request, bytes, RunningRequest, Callable[[], None] | None]
+"""The arguments of `Dispatcher.send`."""
 
 
 class ChunkRunner(InferRunner):
@@ -218,32 +219,54 @@ class ChunkRunner(InferRunner):
     def _send_waiting(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         unobserved, now = not (self._observer.chooses or self._observer.times_all), time.monotonic()
+        blocks = dict[BlockKey, list[_UnsentChunk]]()
         for reply in waiting:
             model = reply.stream.model
             if unobserved and model is not None and model.key in self.frontend.catalog:
-                self._continue(reply, model, now)
+                self._prepare(reply, model, now, blocks)
             else:
                 reply.stream.send(reply)
+        for block, chunks in blocks.items():
+            self._send_chunks(block, chunks)
 
-    def _continue(self, reply: _PendingReply, model: ServedModel, now: float) -> None:
-        """Send a chunk to the model that answered the last chunk of its socket, as `run` does, with what the socket has prepared."""
+    def _prepare(
+        self, reply: _PendingReply, model: ServedModel, now: float, blocks: dict[BlockKey, list[_UnsentChunk]]
+    ) -> None:
+        """Add a chunk for the model that answered the last chunk of its socket to the chunks to send, as `run` sends it."""
         stream, chunk, arrived = reply.stream, reply.chunk, reply.arrived
-        caller, options = stream.caller, stream.options
+        caller, options, end = stream.caller, stream.options, None
         self._tally.accepted += 1
         reply.call = call = RunningRequest(self, reply, model, arrived, now, chunk, caller, None)
         try:
             if options.prepared != (model, caller):
                 options.prepare(model, caller)
-            data = pack_input(chunk.input, INPUT, model)
+            data, block = pack_input(chunk.input, INPUT, model), options.block
             if not data:
                 check_empty_chunk(False, False, INPUT)
-            request = options.continuing(len(data) // model.step_bytes, chunk.steps, arrived, now)
+            request = prepared = options.continuing(len(data) // model.step_bytes, chunk.steps, arrived, now)
             call.lengths = request.lengths
-            call.pending = self.frontend.send(caller, request, data, call, options.block)
+            if caller.is_limited or self.frontend.limits.memory.limited:
+                request, end = self.frontend.begin(caller, prepared, len(data))
+                block = block if request is prepared else block_key(request)
+            chunks = blocks.get(block)
+            if chunks is None:
+                chunks = blocks[block] = []
+            chunks.append((request, data, call, end))
         except ServiceError as error:
             self.fail_or_search(call, error)
         except Exception as error:
             self.fail(call, self.frontend.internal_error(error))
+
+    def _send_chunks(self, block: BlockKey, chunks: list[_UnsentChunk]) -> None:
+        try:
+            sent = self.frontend.dispatcher.send_chunks(block, chunks)
+            for (_, _, call, _), pending in zip(chunks, sent, strict=True):
+                call.pending = pending
+        except ServiceError as error:
+            for _, _, call, end in chunks:
+                if end is not None:
+                    end()
+                self.fail_or_search(call, error)
 
     def _write_answers(self) -> None:
         """Write the answers of the tick, and send each socket its replies together."""
@@ -340,6 +363,7 @@ class _ChunkStream:
         self._frontend = frontend
         self.scope = Scope.SESSION
         self.chunks = chunks
+        self._starts = frontend.limits.starts
         self._socket = socket
         self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
         self._query = query
@@ -397,23 +421,29 @@ class _ChunkStream:
         if is_text and len(data) > MAX_LOOP_BODY_BYTES:
             self._handle_alone(self._answer_large(data, arrived))
             return False
-        reply = _PendingReply(self, arrived)
-        try:
-            if self._frontend.limits.starts.refusing:
-                raise self._frontend.limits.starts.refuse()
-            chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
-        except ServiceError as error:
-            self._unanswered.append(reply)
-            self.chunks.refuse(self._labels, error, arrived, reply, self.caller)
-            reply.respond_error(error)
-            return self.ready
-        reply.chunk = decoded = self.options.decoded(chunk, resolve_start(chunk.start, begun=self._begun))
-        if decoded.start is not False or decoded.end:
-            self._handle_alone(self._send_alone(reply, decoded))
+        reply, refusing = _PendingReply(self, arrived), self._starts.refusing
+        if is_text or refusing:
+            try:
+                if refusing:
+                    raise self._starts.refuse()
+                reply.chunk = self._decoded(ChunkBody.parse(data))
+            except ServiceError as error:
+                self._unanswered.append(reply)
+                self.chunks.refuse(self._labels, error, arrived, reply, self.caller)
+                reply.respond_error(error)
+                return self.ready
+        else:
+            reply.chunk = DecodedChunk(*self.options.decoded, data, False if self._begun else None)
+        if reply.chunk.start is not False or reply.chunk.end:
+            self._handle_alone(self._send_alone(reply))
             return False
         self._unanswered.append(reply)
         self.chunks.send_soon(reply, len(data))
         return len(self._unanswered) < MAX_IN_FLIGHT
+
+    def _decoded(self, chunk: ChunkBody) -> DecodedChunk:
+        start = resolve_start(chunk.start, begun=self._begun)
+        return DecodedChunk(*self.options.decoded, chunk.input, start, chunk.end, chunk.steps)
 
     # Replies.
 
@@ -463,14 +493,14 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, reply: _PendingReply, chunk: DecodedChunk) -> None:
+    async def _send_alone(self, reply: _PendingReply) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
         self._unanswered.append(reply)
         self.send(reply)
         await self._wait_for_replies()
         if not reply.failed:
-            self._begun = not chunk.end
+            self._begun = not reply.chunk.end
 
     async def _answer_large(self, data: bytes, arrived: float) -> None:
         """Answer a message that the decoder parses."""
@@ -481,18 +511,16 @@ class _ChunkStream:
             async with AsyncExitStack() as stack:
                 with self.chunks.reading(reply, arrived, self.caller, self._labels):
                     large = await stack.enter_async_context(self._frontend.decoder.decode(DecodeBody("stream"), data))
-                    chunk = msgspec.json.decode(large.options, type=ChunkBody)
-                start = resolve_start(chunk.start, begun=self._begun)
+                    chunk = self._decoded(msgspec.json.decode(large.options, type=ChunkBody))
                 self._submitted = True
-                decoded = structs.replace(self.options.decoded(chunk, start), pack=large.pack)
-                reply.call = self.chunks.run(decoded, reply, arrived, self.caller)
+                reply.call = self.chunks.run(structs.replace(chunk, pack=large.pack), reply, arrived, self.caller)
                 await self._wait_for_replies()
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
             reply.respond_error(self._frontend.internal_error(error))
         else:
-            if not reply.failed and (start is not False or chunk.end):
+            if not reply.failed and (chunk.start is not False or chunk.end):
                 self._begun = not chunk.end
 
 

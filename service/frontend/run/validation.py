@@ -338,13 +338,14 @@ def _check_rows(values: list[Any], field: str, model: ServedModel) -> list[list[
 
 def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
     """Raise InvalidInput or TooLarge for a binary input that the engine cannot take as it is."""
-    width = model.spec.input.features
-    size = model.step_bytes
-    if len(data) % size:
+    width, size, allowed = model.spec.input.features, model.step_bytes, model.spec.input.max_steps
+    steps, rest = divmod(len(data), size)
+    if rest:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
         )
-    check_steps(len(data) // size, field, model)
+    if not model.min_steps <= steps <= allowed:
+        check_steps(steps, field, model)
     if width is None:
         engine_ids(np.frombuffer(data, IDS), _field_of_step(field), model)
     elif len(data) > MAX_SMALL_BYTES or not sum(map(abs, memoryview(data).cast("f"))) <= _LARGEST:  # as in `_all_fit`
