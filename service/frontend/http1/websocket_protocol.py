@@ -157,10 +157,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 if self._starts.must_wait(self._arrived):
                     self._continuation = self._starts.add(self._arrived, self._continue)
                 elif self._taking and not reader.buffer:
-                    taken = self._take_messages(data)
-                    if taken == len(data) and self._taking:
+                    data = data[self._take_messages(data) :]
+                    if not data and self._taking:
                         return
-                    data = data[taken:]
         reader.feed_data(data)
         is_late = self.close_sent
         self._parse_frames()
@@ -277,9 +276,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.phase_began = self.loop.time()
         if self.close_sent:
             return
-        if is_text and not _is_utf8(data):
-            self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
-            return
+        if is_text and not data.isascii():
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
+                return
         assert self._receiver is not None, "nothing is parsed before"
         self._taking = self._receiver.receive(data, is_text, self._arrived)
 
@@ -493,13 +495,3 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _count_closed(self, reason: str) -> None:
         self._hot_path.frontend.metrics.connections_closed.add(reason)
-
-
-def _is_utf8(data: bytes) -> bool:
-    if data.isascii():
-        return True
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -11,16 +11,14 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-import orjson
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from msgspec import Meta, Struct, structs
-from pydantic import Field
+from msgspec import Struct, structs
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
 
@@ -29,9 +27,19 @@ from service.access.scopes import Scope
 from service.errors import InferenceFailed, InvalidRequest, ServiceError, UnknownRoute
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.http1.websocket_protocol import SOCKET, WebSocketProtocol
+from service.frontend.rest.chunks import (
+    INPUT,
+    NO_CHUNK,
+    ChunkBody,
+    ChunkOptions,
+    DecodedChunk,
+    StreamQuery,
+    chunk_field,
+    resolve_start,
+)
 from service.frontend.rest.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
-from service.frontend.rest.infer import InferRunner, check_returns
-from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.rest.infer import InferRunner
+from service.frontend.rest.schemas import describe_query
 from service.frontend.run.access_log import audited
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
@@ -40,151 +48,20 @@ from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, resolve_session
 from service.frontend.run.validation import (
-    MAX_SESSION_STEPS,
     PackedInputs,
     check_empty_chunk,
     pack_input,
-    resolve_deadline_ms,
 )
 from service.ipc.blocks import BlockKey, block_key
 from service.ipc.messages.decoder import DecodeBody
-from service.ipc.messages.inference import Request, Returns
+from service.ipc.messages.inference import Request
 from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
 from service.ipc.messages.tracing import Api
-from service.modeling.spec import ModelSpec
-from service.settings import Settings
 
 MAX_IN_FLIGHT = 32
 """Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
-INPUT = "input"
-"""The member of a message that has the chunk."""
 MAX_TOGETHER, CHUNK_COST = 8192, 128
 """Most bytes of chunks that are sent together, and the bytes as which a chunk counts besides its own."""
-
-
-class StreamQuery(QueryParameters):
-    """Query parameters of /stream: the options that all chunks of a socket share."""
-
-    endpoint = "/stream"
-
-    model: str
-    """Name or alias of a served model."""
-    version: str | None = None
-    """Version of the model; the newest by default."""
-    session: SessionId | None = None
-    """Id of a session that stays open when the socket closes. By default a new session opens and closes with the socket."""
-    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
-    """Adds vectors to each reply: the pooled vector (embedding) or the vector of every step (sequence). Repeat the parameter for both,
-    or separate the names with commas."""
-    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Milliseconds from a chunk's arrival after which its reply is useless to the client."""
-    priority: Annotated[int, Field(ge=-10, le=10)] = 0
-    """A request with a higher priority runs sooner."""
-
-    @classmethod
-    def collect(cls, items: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        pairs = list(items)
-        returns = [part for name, value in pairs if name == "return" for part in value.split(",")]
-        return dict(pairs) | ({"return": returns} if returns else {})
-
-    def check_options(self, spec: ModelSpec, settings: Settings) -> None:
-        """Raise the ServiceError of options that every chunk would be refused for."""
-        check_returns(self.returns, spec)
-        resolve_deadline_ms(self.deadline_ms, settings)
-
-
-class ChunkBody(JsonBody):
-    """One text message on /stream."""
-
-    endpoint = "a message on /stream"
-    noun = "the message"
-    example = '{"input": ...}'
-
-    input: Any
-    """The next chunk: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
-    start: bool | None = None
-    """true restarts the session with this chunk; false only continues an open session."""
-    end: bool = False
-    """true closes the session after this chunk, which may be empty; the next chunk starts it again."""
-    steps: Annotated[int, Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
-    """How many steps the session has before this chunk. A chunk that finds another number is refused."""
-
-
-def chunk_field(index: int) -> str:
-    """Return the name of a message's only input in error messages."""
-    assert index == 0
-    return INPUT
-
-
-class DecodedChunk(DecodedRequest, frozen=True):
-    """A message. The context has the options of its socket; the other fields are as in ChunkBody."""
-
-    input: Any = None
-    start: bool | None = None
-    end: bool = False
-    steps: int | None = None
-
-
-NO_CHUNK = DecodedChunk("", None, None)
-
-
-class ChunkOptions:
-    """What all chunks of a socket share."""
-
-    def __init__(self, query: StreamQuery, session: str, settings: Settings) -> None:
-        """query: checked with `check_options`."""
-        self._query = query
-        self._session = session
-        self._model: ServedModel | None = None
-        self._returns = Returns()
-        """What the model of the last chunk returns."""
-        self.session_json = orjson.dumps(session)
-        self.prepared: tuple[ServedModel, Caller] | None = None
-        """For which model and caller `continuing` may be called."""
-
-        self.seconds = resolve_deadline_ms(query.deadline_ms, settings) / 1000
-        self.decoded = query.model, query.version, self, session, None, False
-        """The first values of each DecodedChunk."""
-
-    def prepare(self, model: ServedModel, caller: Caller) -> None:
-        """Prepare the requests that continue the session; raises a ServiceError."""
-        returns, exactly = check_returns(self._query.returns, model.spec), self._query.version is not None
-        request = caller.admit(
-            Request(
-                *(model.spec.name, model.version, [], 0.0, 0.0, self._query.priority, returns),
-                *(self._session, False, False, model.generation, exactly),
-            )
-        )
-        values = structs.astuple(request)
-        self.block, self._first, self._last = block_key(request), values[:2], values[5:-2]
-        self.prepared = model, caller
-
-    def continuing(self, steps: int, session_at: int | None, arrived: float, sent: float) -> Request:
-        """Return the request of a chunk that continues the session, as its caller may send it."""
-        values = *self._first, [steps], arrived + self.seconds, sent, *self._last, session_at
-        return Request(*values)
-
-    def request(
-        self, chunk: DecodedChunk, model: ServedModel, arrived: float, packed: PackedInputs | None
-    ) -> tuple[Request, bytes | memoryview]:
-        """Return the engine's request and its tensor bytes; raises the ServiceError of a chunk that the model does not take."""
-        if packed is None:
-            data: bytes | memoryview = pack_input(chunk.input, INPUT, model)
-            steps = len(data) // model.step_bytes
-        else:
-            data, [steps] = packed.data, packed.lengths
-        if model is not self._model:
-            self._returns, self._model = check_returns(self._query.returns, model.spec), model
-        start = chunk.start
-        if not steps:
-            check_empty_chunk(start, chunk.end, INPUT)
-            start = False
-        request = Request(
-            *(model.spec.name, model.version, [steps], arrived + self.seconds, time.monotonic(), self._query.priority),
-            *(self._returns, self._session, start, chunk.end, model.generation, self._query.version is not None),
-            session_at=chunk.steps,
-        )
-        return request, data
 
 
 _UnsentChunk = tuple[Request, bytes, RunningRequest, Callable[[], None] | None]
@@ -293,11 +170,6 @@ class ChunkRunner(InferRunner):
         assert isinstance(decoded, DecodedChunk)
         options: ChunkOptions = decoded.context
         return options.request(decoded, model, arrived, packed)
-
-
-def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
-    """Return `start` of a chunk. Once the session has begun, a chunk without `start` only continues it."""
-    return False if start is None and begun else start
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:

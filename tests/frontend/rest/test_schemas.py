@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
+from service.frontend.rest.chunks import ChunkBody, ChunkOptions, DecodedChunk, StreamQuery, resolve_start
 from service.frontend.rest.infer import engine_request, pack_inputs, parse_body
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import ChunkBody, ChunkOptions, DecodedChunk, StreamQuery, resolve_start
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.head_outputs import input_field
 from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
