@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
+from service.ipc.blocks import ID, BlockKey, Buffer, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages.inference import (
     Answer,
@@ -128,16 +128,15 @@ class Deadlines:
 
     def add(self, requests: Iterable[PendingRequest]) -> None:
         """Watch requests."""
-        slots, soonest = self._slots, math.inf
+        slots = self._slots
         for pending in requests:
             slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
             watched = slots.get(slot)
             if watched is None:
                 watched = slots[slot] = set()
-                soonest = min(soonest, slot)
+                if slot < self._armed_slot:
+                    self._arm(slot)
             watched.add(pending)
-        if soonest < self._armed_slot:
-            self._arm(int(soonest))
 
     def discard(self, requests: Iterable[PendingRequest]) -> None:
         """Stop watching requests."""
@@ -273,7 +272,7 @@ class EngineConnection:
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
-        self._session_blocks: dict[str | None, BlockKey] = {}
+        self._session_blocks: dict[str, BlockKey] = {}
         """The block of each session that has a chunk among them."""
         self._timed: set[BlockKey] = set()
         """The blocks with a request whose batches should be timed."""
@@ -288,40 +287,35 @@ class EngineConnection:
         return self._wait.seconds(now)
 
     def submit(self, requests: Sequence[PendingRequest]) -> None:
-        """Send requests of one block, one that is large alone. Their receivers get the answers, or the error of a request that the engine
-        refuses.
-        """
-        key, sizes = requests[0].block, [pending.size for pending in requests]
-        large, in_sessions = max(sizes) > MOST_COPIED, key.options is not None
-        sessions = [pending.request.session for pending in requests if in_sessions]
-        others = self._session_blocks
-        if large or (others and set(map(others.get, sessions)) - {None, key}):
-            self._send_blocks()  # the chunks of a session leave in their order
-        if large and len(requests) > 1:
-            for pending in requests:
-                self.submit((pending,))
-            return
-        others.update(dict.fromkeys(sessions, key))
-        by_id = {pending.id: pending for pending in requests}
-        self.pending.update(by_id)
-        self._pending_bytes += sum(sizes)
-        model, lengths, price, prices = self.models.get(key.model), list[int](), 0.0, dict[int, float]()
-        for id, pending in by_id.items():
-            pending.at, request = self, pending.request
-            if request.lengths != lengths and model is not None:
+        """Send requests of one block. Their receivers get the answers, or the error of a request that the engine refuses."""
+        key, sessions, prices = requests[0].block, self._session_blocks, dict[int, float]()
+        model, block = self.models.get(key.model), self._blocks.get(key)
+        lengths, price = list[int](), 0.0
+        for pending in requests:
+            request, id, size = pending.request, pending.id, pending.size
+            session = request.session
+            pending.at = self
+            self.pending[id] = pending
+            self._pending_bytes += size
+            if model is not None and request.lengths != lengths:
                 lengths = request.lengths
                 price = model.seconds(lengths)
             prices[id] = price
+            if size > MOST_COPIED or (session is not None and sessions.get(session, key) is not key):
+                self._send_blocks()  # the chunks of a session leave in their order
+                block = None
+            if session is not None:
+                sessions[session] = key
+            if block is None:
+                block = self._blocks[key] = {}
+                self._channel.flush_soon()
+            block[id] = pending
             if request.timed:
                 self._timed.add(key)
+            if size > MOST_COPIED:
+                self._send_blocks()
+                block = None
         self._wait.add(prices)
-        if key in self._blocks:
-            self._blocks[key].update(by_id)
-        else:
-            self._blocks[key] = by_id
-            self._channel.flush_soon()
-        if large:
-            self._send_blocks()
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
@@ -363,23 +357,21 @@ class EngineConnection:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
 
     def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
-        pending = self.pending
-        answered = [
-            (request, answer, data)
-            for id, answer, data in split_answers(block, frame.tail)
-            if (request := pending.pop(id, None)) is not None
-        ]
-        requests = [request for request, _, _ in answered]
+        requests, answers = list[PendingRequest](), list[tuple[Answer, Buffer]]()
+        for id, answer, data in split_answers(block, frame.tail):
+            request = self.pending.pop(id, None)
+            if request is not None:
+                requests.append(request)
+                answers.append((answer, data))
+                request.done = True
+                self._pending_bytes -= request.size
+                if request is self.suspect:
+                    self._end_suspect()
+                if request.on_end is not None:
+                    request.on_end()
         self._wait.drop([request.id for request in requests])
         self._deadlines.discard(requests)
-        for request in requests:
-            request.done = True
-            self._pending_bytes -= request.size
-            if request is self.suspect:
-                self._end_suspect()
-            if request.on_end is not None:
-                request.on_end()
-        for request, answer, data in answered:
+        for request, (answer, data) in zip(requests, answers, strict=True):
             request.receiver.answered(answer, data)
 
     def _handle_trial_began(self, frame: Frame, message: TrialBegan) -> None:
