@@ -146,10 +146,11 @@ class Dispatcher:
     def send_chunks(self, block: BlockKey, chunks: Sequence[UnsentRequest]) -> list[PendingRequest]:
         """Send chunks with steps that belong into one block, as `send` does one; raises a ServiceError and sends none."""
         self._check_endangers(block.model)
+        only = self._engine_of("") if self._engine_count == 1 else None
         engines, last_id, pending = dict[EngineConnection, list[PendingRequest]](), self._last_id, list[PendingRequest]()
         for request, data, receiver, on_end in chunks:
             assert request.session is not None
-            engine, size, last_id = self._engine_of(request.session), REQUEST_BYTES + len(data), last_id + 1
+            engine, size, last_id = only or self._engine_of(request.session), REQUEST_BYTES + len(data), last_id + 1
             sent = PendingRequest(last_id, request, data, receiver, self._deadlines, block, size, on_end=on_end)
             pending.append(sent)
             engines.setdefault(engine, []).append(sent)
