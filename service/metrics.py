@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import operator
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
@@ -190,9 +190,12 @@ class Histogram(Series):
 
     def observe_all(self, observed: Sequence[float], *labels: str) -> None:
         """Observe many values at once."""
-        values = self.values[labels]
-        for value in observed:
-            values[bisect_left(self.buckets, value)] += 1
+        values, ascending, below = self.values[labels], sorted(observed), 0
+        for bucket, limit in enumerate(self.buckets):
+            end = bisect_right(ascending, limit, below)
+            values[bucket] += end - below
+            below = end
+        values[len(self.buckets)] += len(observed) - below
         values[-1] += sum(observed)
 
 

@@ -42,6 +42,11 @@ class Caller:
     quotas: Quotas = NO_QUOTAS
     key: str = ""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether its requests are counted."""
+        return self.key != "" or self.quotas != NO_QUOTAS
+
     def require(self, scope: Scope) -> None:
         """Raise Forbidden unless the caller has the scope."""
         if scope in self.scopes:

@@ -228,10 +228,15 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterable[tuple[int, Answe
             continue
         lines, line = steps_in if per_step else counts, shape[1:]
         line_bytes = ITEM_BYTES * prod(line)
-        ends = accumulate([number * line_bytes for number in lines], initial=begin)
-        shapes.append([(number, *line) for number in lines])
-        parts.append([data[first:end] for first, end in pairwise(ends)])
-        begin += shape[0] * line_bytes
+        end = begin + shape[0] * line_bytes
+        if sequences == requests and line_bytes and not per_step:  # one line each, in half the time
+            shapes.append(repeat((1, *line)))
+            parts.append([data[at : at + line_bytes] for at in range(begin, end, line_bytes)])
+        else:
+            ends = accumulate([number * line_bytes for number in lines], initial=begin)
+            shapes.append([(number, *line) for number in lines])
+            parts.append([data[first:last] for first, last in pairwise(ends)])
+        begin = end
     scores, picks, embedding, sequence, state = shapes
     session_steps = columns[2 * requests + sequences :] if block.sessions else repeat(0)
     alike = repeat(block.ready), repeat(block.finite), state, repeat(block.queued), repeat(block.runs)

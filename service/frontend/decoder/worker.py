@@ -14,7 +14,7 @@ from service.frontend.oip import json
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.types import InferRequest
 from service.frontend.rest import infer
-from service.frontend.rest.websocket import ChunkBody
+from service.frontend.rest.chunks import ChunkBody
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.validation import PackedInputs

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, encode_block, split_answers
+from service.ipc.blocks import ID, Buffer, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages.inference import (
     Answer,
@@ -95,7 +96,7 @@ class PendingRequest(Struct, eq=False):
     def end(self) -> None:
         """Forget the request everywhere; its receiver is not called any more."""
         self.done = True
-        self.deadlines.discard(self)
+        self.deadlines.discard((self,))
         if self.at is not None:
             self.at.forget(self)
         if self.on_end is not None:
@@ -126,20 +127,27 @@ class Deadlines:
         self._armed_slot = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, pending: PendingRequest) -> None:
-        """Watch a request."""
-        slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
-        self._slots.setdefault(slot, set()).add(pending)
-        if slot < self._armed_slot:
-            self._arm(slot)
+    def add(self, requests: Iterable[PendingRequest]) -> None:
+        """Watch requests."""
+        slots = self._slots
+        for pending in requests:
+            slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
+            watched = slots.get(slot)
+            if watched is None:
+                watched = slots[slot] = set()
+                if slot < self._armed_slot:
+                    self._arm(slot)
+            watched.add(pending)
 
-    def discard(self, pending: PendingRequest) -> None:
-        """Stop watching a request."""
-        watched = self._slots.get(pending.slot)
-        if watched is not None:
-            watched.discard(pending)
-            if not watched:
-                del self._slots[pending.slot]
+    def discard(self, requests: Iterable[PendingRequest]) -> None:
+        """Stop watching requests."""
+        slots = self._slots
+        for pending in requests:
+            watched = slots.get(pending.slot)
+            if watched is not None:
+                watched.discard(pending)
+                if not watched:
+                    del slots[pending.slot]
 
     def close(self) -> None:
         """Stop the timer."""
@@ -173,31 +181,38 @@ class PredictedWait:
     def __init__(self) -> None:
         self._reported = 0.0
         self._reported_at = 0.0
-        self._sent: dict[int, tuple[float, float]] = {}
+        self._prices: dict[int, float] = {}
+        """The predicted seconds of the requests that the report does not include, and their sum."""
         self._sent_seconds = 0.0
+        self._frames: deque[tuple[int, Sequence[int]]] = deque()
+        """The requests that left in each frame since the report."""
 
     def report(self, seconds: float, frames: int, now: float) -> None:
         """Record the engine's report, which includes the first `frames` frames of this frontend."""
         self._reported, self._reported_at = seconds, now
-        self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
+        while self._frames and self._frames[0][0] <= frames:
+            for id in self._frames.popleft()[1]:
+                self._prices.pop(id, None)
         # Summed again at every report, so that rounding errors do not add up.
-        self._sent_seconds = sum([price for _, price in self._sent.values()])
+        self._sent_seconds = sum(self._prices.values())
 
-    def add(self, id: int, seconds: float) -> None:
-        """Record a request of this many predicted seconds, which is about to leave."""
-        self._sent[id] = math.inf, seconds
-        self._sent_seconds += seconds
+    def add(self, prices: Mapping[int, float]) -> None:
+        """Record the predicted seconds of requests that are about to leave, by their ids."""
+        self._prices.update(prices)
+        self._sent_seconds += sum(prices.values())
 
-    def sent(self, ids: Iterable[int], frame: int) -> None:
+    def sent(self, ids: Sequence[int], frame: int) -> None:
         """Record that these requests left in frame number `frame`, counted from 1."""
-        for id in ids:
-            self._sent[id] = frame, self._sent[id][1]
+        self._frames.append((frame, ids))
 
-    def drop(self, id: int) -> None:
-        """Forget a request that was answered or cancelled."""
-        sent = self._sent.pop(id, None)
-        if sent is not None:
-            self._sent_seconds = self._sent_seconds - sent[1] if self._sent else 0.0
+    def drop(self, ids: Iterable[int]) -> None:
+        """Forget requests that were answered or cancelled."""
+        prices = self._prices
+        for id in ids:
+            self._sent_seconds -= prices.pop(id, 0.0)
+        if not prices:
+            self._sent_seconds = 0.0
+            self._frames.clear()
 
     def seconds(self, now: float) -> float:
         return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
@@ -229,8 +244,12 @@ class EngineConnection:
     or runs for the first time.
     """
 
-    def __init__(self, channel: Channel, metrics: Metrics, clock: Callable[[], float], owner: EngineOwner) -> None:
+    def __init__(
+        self, channel: Channel, metrics: Metrics, clock: Callable[[], float], owner: EngineOwner, deadlines: Deadlines
+    ) -> None:
+        """deadlines: of all requests of the owner."""
         self._metrics = metrics
+        self._deadlines = deadlines
         self._clock = clock
         self._owner = owner
         self._wait = PredictedWait()
@@ -268,27 +287,36 @@ class EngineConnection:
         """Return how long a request sent now is expected to wait here before it runs."""
         return self._wait.seconds(now)
 
-    def submit(self, pending: PendingRequest) -> None:
-        """Send a request. Its receiver gets the answer, or the error with which the engine refuses it."""
-        pending.at = self
-        self.pending[pending.id] = pending
-        self._pending_bytes += pending.size
-        key, request, large = pending.block, pending.request, pending.size > MOST_COPIED
-        model, session = self.models.get(key.model), request.session
-        self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        if large or (session is not None and self._session_blocks.get(session, key) is not key):
-            self._send_blocks()  # the chunks of a session leave in their order
-        if session is not None:
-            self._session_blocks[session] = key
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = {}
-        block[pending.id] = pending
-        if request.timed:
-            self._timed.add(key)
-        if large:
-            self._send_blocks()
-        self._channel.flush_soon()
+    def submit(self, requests: Sequence[PendingRequest]) -> None:
+        """Send requests of one block. Their receivers get the answers, or the error of a request that the engine refuses."""
+        key, sessions, prices = requests[0].block, self._session_blocks, dict[int, float]()
+        model, block = self.models.get(key.model), self._blocks.get(key)
+        lengths, price = list[int](), 0.0
+        for pending in requests:
+            request, id, size = pending.request, pending.id, pending.size
+            session = request.session
+            pending.at = self
+            self.pending[id] = pending
+            self._pending_bytes += size
+            if model is not None and request.lengths != lengths:
+                lengths = request.lengths
+                price = model.seconds(lengths)
+            prices[id] = price
+            if size > MOST_COPIED or (session is not None and sessions.get(session, key) is not key):
+                self._send_blocks()  # the chunks of a session leave in their order
+                block = None
+            if session is not None:
+                sessions[session] = key
+            if block is None:
+                block = self._blocks[key] = {}
+                self._channel.flush_soon()
+            block[id] = pending
+            if request.timed:
+                self._timed.add(key)
+            if size > MOST_COPIED:
+                self._send_blocks()
+                block = None
+        self._wait.add(prices)
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
@@ -303,10 +331,13 @@ class EngineConnection:
         """Remove a request from the pending requests and from the predicted wait."""
         if self.pending.pop(pending.id, None) is not None:
             self._pending_bytes -= pending.size
-            self._wait.drop(pending.id)
+            self._wait.drop((pending.id,))
         if pending is self.suspect:
-            self.suspect = None
-            self._owner.suspect_ended(self)
+            self._end_suspect()
+
+    def _end_suspect(self) -> None:
+        self.suspect = None
+        self._owner.suspect_ended(self)
 
     def close(self) -> None:
         """Close the channel; pending requests are lost."""
@@ -330,10 +361,22 @@ class EngineConnection:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
 
     def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
+        requests, answers = list[PendingRequest](), list[tuple[Answer, Buffer]]()
         for id, answer, data in split_answers(block, frame.tail):
-            pending = self.pending.get(id)
-            if pending is not None:
-                pending.answer(answer, data)
+            request = self.pending.pop(id, None)
+            if request is not None:
+                requests.append(request)
+                answers.append((answer, data))
+                request.done = True
+                self._pending_bytes -= request.size
+                if request is self.suspect:
+                    self._end_suspect()
+                if request.on_end is not None:
+                    request.on_end()
+        self._wait.drop([request.id for request in requests])
+        self._deadlines.discard(requests)
+        for request, (answer, data) in zip(requests, answers, strict=True):
+            request.receiver.answered(answer, data)
 
     def _handle_trial_began(self, frame: Frame, message: TrialBegan) -> None:
         self.on_trial.add(message.key)
@@ -370,7 +413,7 @@ class EngineConnection:
             if block:
                 frame, following = encode_block(key, list(block.values()), timed=key in timed)
                 self._channel.send(frame, following=following)
-                self._wait.sent(block, self._channel.frames_sent)
+                self._wait.sent(list(block), self._channel.frames_sent)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)

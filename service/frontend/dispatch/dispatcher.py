@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -25,7 +25,7 @@ from service.frontend.dispatch.connection import REQUEST_BYTES, Deadlines, Engin
 from service.frontend.dispatch.empty_rows import EmptyRows
 from service.ipc.blocks import block_key
 from service.ipc.channel import Channel
-from service.ipc.messages.inference import LoadedModel, RecordTrace, Request
+from service.ipc.messages.inference import BlockKey, LoadedModel, RecordTrace, Request
 from service.ipc.messages.message import Message
 from service.ipc.messages.models import ModelKey
 from service.ipc.messages.sessions import EndSession, ExportSession, FindSession, ImportSession, SessionFound
@@ -47,6 +47,10 @@ HOLD_SECONDS = 30.0
 CHANNEL_BYTES = 64 << 20
 """Bytes of unanswered requests between a frontend and an engine. Four of the largest bodies always find room: the densest JSON, one digit
 and a comma per token, doubles on its way to int32, so two do."""
+
+
+UnsentRequest = tuple[Request, bytes | memoryview, Receiver, Callable[[], None] | None]
+"""The first arguments of `Dispatcher.send`."""
 
 
 def channel_limit(settings: Settings) -> int:
@@ -112,7 +116,7 @@ class Dispatcher:
 
     def attach(self, channel: Channel) -> None:
         """Add an engine. It is ready when its first status arrives."""
-        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self))
+        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self, self._deadlines))
 
     def send(
         self, request: Request, data: bytes | memoryview, receiver: Receiver, on_end: Callable[[], None] | None = None
@@ -127,20 +131,34 @@ class Dispatcher:
         if 0 in request.lengths and not request.ends_only:
             return self._send_without_empty(request, data, receiver, on_end)
         block = block_key(request)
-        key = block.model
-        if self._deadly and self._endangers_last(key):
-            raise EngineLost(
-                f"an engine ended with {key.name} version {key.version}: retry later", field="model", retry_after=1
-            )
+        self._check_endangers(block.model)
         size = REQUEST_BYTES + len(data)
-        engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
-        if len(engines) == 1 and engines[0].pending_bytes + size <= self._channel_bytes:
-            engine = engines[0]
-        else:
+        engines = self._serving(block.model) if request.session is None else [self._engine_of(request.session)]
+        engine = engines[0]
+        if len(engines) > 1 or engine.pending_bytes + size > self._channel_bytes:
             engine = self._choose(_with_room(engines, size, self._channel_bytes))
         self._last_id += 1
         pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, block, size, on_end=on_end)
-        engine.submit(pending)
+        engine.submit((pending,))
+        self._deadlines.add((pending,))
+        return pending
+
+    def send_chunks(self, block: BlockKey, chunks: Sequence[UnsentRequest]) -> list[PendingRequest]:
+        """Send chunks with steps that belong into one block, as `send` does one; raises a ServiceError and sends none."""
+        self._check_endangers(block.model)
+        only = self._engine_of("") if self._engine_count == 1 else None
+        engines, last_id, pending = dict[EngineConnection, list[PendingRequest]](), self._last_id, list[PendingRequest]()
+        for request, data, receiver, on_end in chunks:
+            assert request.session is not None
+            engine, size, last_id = only or self._engine_of(request.session), REQUEST_BYTES + len(data), last_id + 1
+            sent = PendingRequest(last_id, request, data, receiver, self._deadlines, block, size, on_end=on_end)
+            pending.append(sent)
+            engines.setdefault(engine, []).append(sent)
+        for engine, requests in engines.items():
+            _with_room([engine], sum([request.size for request in requests]), self._channel_bytes)
+        self._last_id = last_id
+        for engine, requests in engines.items():
+            engine.submit(requests)
         self._deadlines.add(pending)
         return pending
 
@@ -241,7 +259,7 @@ class Dispatcher:
         for pending in orphans.values():
             assert pending.request.session is not None
             if engine_of_session(pending.request.session, self._engine_count) == engine.place:
-                engine.submit(pending)
+                engine.submit((pending,))
             else:
                 self._orphans[pending.id] = pending
         self._run_suspects()
@@ -297,6 +315,13 @@ class Dispatcher:
     def _endangers_last(self, key: ModelKey) -> bool:
         """Return whether a version may end an engine while another is missing: the remaining engines serve the other models."""
         return key in self._deadly and len(self._ready) < self._engine_count and self._clock() < self._deadly[key]
+
+    def _check_endangers(self, key: ModelKey) -> None:
+        """Raise EngineLost for a version that may end the last engine."""
+        if self._deadly and self._endangers_last(key):
+            raise EngineLost(
+                f"an engine ended with {key.name} version {key.version}: retry later", field="model", retry_after=1
+            )
 
     def _engine_of(self, session: str) -> EngineConnection:
         """Return the engine that holds a session, or will hold it; raises EngineLost while that engine restarts."""
@@ -370,7 +395,7 @@ class Dispatcher:
     def _run_suspect(self, pending: PendingRequest, engine: EngineConnection) -> None:
         del self._suspects[pending.id]
         engine.suspect = pending
-        engine.submit(pending)
+        engine.submit((pending,))
         self._metrics.rerun.add()
 
     def _ask_again(self, taken: set[int]) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from http import HTTPStatus
+from struct import Struct
 from typing import Any, Protocol, cast
 
 import uvicorn
@@ -51,10 +52,15 @@ SOCKET = "seqserve.socket"
 READ_AHEAD_BYTES = 1 << 16
 """Bytes that may wait for the receiver before reading stops."""
 MAX_JOINED_BYTES = 1 << 16
-"""A larger message is not copied behind its head."""
+"""Messages of more bytes are not copied behind their heads."""
+MAX_TAKEN = 8
+"""Messages that are passed on before the time is looked at."""
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
 """The first byte of a frame that is a whole message, RFC 6455 section 5.2."""
+_WHOLE_MESSAGES = _TEXT_FRAME, _BINARY_FRAME
 _MASKED, _SIZE_OF_16_BITS, _SIZE_OF_64_BITS = 0x80, 126, 127
+_HEAD_OF_16_BITS, _HEAD_OF_64_BITS = Struct(">BBH").pack, Struct(">BBQ").pack
+"""The head of a text in one frame, which a server does not mask: its kind, the size of its size, and its size."""
 
 
 class MessageReceiver(Protocol):
@@ -64,8 +70,8 @@ class MessageReceiver(Protocol):
     def ready(self) -> bool:
         """Whether it takes another message now. When it becomes true again, the receiver calls `WebSocketProtocol.read_on`."""
 
-    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
-        """Take a message, which arrived at this monotonic time. A text is valid UTF-8."""
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> bool:
+        """Take a message, which arrived at this monotonic time, and return `ready`. A text is valid UTF-8."""
 
 
 class _FrameReader(StreamReader):
@@ -116,8 +122,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._continuation: asyncio.Handle | WaitingStart | None = None
         """The callback that parses further frames, or the turn for which they wait."""
         self._receiver: MessageReceiver | None = None
-        self._in_frame = False
-        """Whether websockets' parser has read a frame in part."""
+        self._between_messages = False
+        """Whether a message begins with the next byte, of which websockets' parser has read none."""
         self._message_bytes = 0
         """Bytes of the frames of an incomplete message."""
         self._rate_began = 0.0
@@ -151,8 +157,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 if self._starts.must_wait(self._arrived):
                     self._continuation = self._starts.add(self._arrived, self._continue)
                 elif self._taking and not reader.buffer:
-                    data = data[self._take_message(data) :]
-                    if not data and self._receiver.ready:
+                    data = data[self._take_messages(data) :]
+                    if not data and self._taking:
                         return
         reader.feed_data(data)
         is_late = self.close_sent
@@ -202,7 +208,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def deliver_to(self, receiver: MessageReceiver) -> None:
         """Pass the messages to a receiver from now on. The end of the socket is still an ASGI event."""
-        self._receiver = receiver
+        self._receiver, self._between_messages = receiver, True
         self.read_on()
 
     def read_on(self) -> None:
@@ -210,15 +216,25 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.disconnected:
             self._parse_later(0.0)
 
-    def send_text(self, content: bytes | memoryview) -> None:
-        """Send a text message. A closing socket sends nothing more."""
+    def send_texts(self, contents: Sequence[bytes | memoryview]) -> None:
+        """Send text messages, in one write if they are small. A closing socket sends nothing more."""
         if self.close_sent or self.conn.state is not State.OPEN or self.transport.is_closing():
             return
-        head = _text_head(len(content))
-        if len(content) <= MAX_JOINED_BYTES:
-            self.transport.write(head + content)
+        frames, joined = list[bytes | memoryview](), 0
+        for content in contents:
+            size = len(content)
+            joined += size
+            if size < _SIZE_OF_16_BITS:
+                head = bytes((_TEXT_FRAME, size))
+            elif size < 1 << 16:
+                head = _HEAD_OF_16_BITS(_TEXT_FRAME, _SIZE_OF_16_BITS, size)
+            else:
+                head = _HEAD_OF_64_BITS(_TEXT_FRAME, _SIZE_OF_64_BITS, size)
+            frames += head, content
+        if joined <= MAX_JOINED_BYTES:
+            self.transport.write(b"".join(frames))
         else:
-            self.transport.writelines((head, content))
+            self.transport.writelines(frames)
 
     def fail(self, reason: str) -> None:
         """Close the socket after an internal error."""
@@ -260,11 +276,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.phase_began = self.loop.time()
         if self.close_sent:
             return
-        if is_text and not _is_utf8(data):
-            self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
-            return
+        if is_text and not data.isascii():
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
+                return
         assert self._receiver is not None, "nothing is parsed before"
-        self._receiver.receive(data, is_text, self._arrived)
+        self._taking = self._receiver.receive(data, is_text, self._arrived)
 
     # The connection guard.
 
@@ -349,15 +368,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def _parse_frame(self) -> bool:
         """Handle one frame; false if no whole frame has arrived."""
         buffer, arrived = self.conn.reader.buffer, False
-        if taken := self._take_message(buffer):
+        if taken := self._take_messages(buffer):
             del buffer[:taken]
             return True
         if buffer:
             now = time.monotonic()
             if now - self._rate_began >= RATE_SECONDS:
                 self._rate_began, self._later_frames, self._pings = now, 0, 0
+            self._between_messages = False
             arrived = self.conn.parse_frame()
-            self._in_frame = not arrived
         if self.conn.parser_exc is not None:
             if self.close_timer is None:
                 too_large = isinstance(self.conn.parser_exc, PayloadTooBig)
@@ -365,29 +384,37 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handle_parser_exception()
         elif arrived:
             self.handle_events()
+            self._between_messages = (
+                self._receiver is not None and self.conn.current_size is None and self.conn.state is State.OPEN
+            )
         elif self._draining and not self.close_sent:
             self._draining = False
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.SERVICE_RESTART, "reason": None})
         return arrived
 
-    def _take_message(self, buffer: bytes | bytearray) -> int:
-        """Pass on the next message if it has arrived whole and in one frame. websockets' parser takes three times as long.
+    def _take_messages(self, buffer: bytes | bytearray) -> int:
+        """Pass on a few messages that have arrived whole and in one frame each. websockets' parser takes three times as long.
 
-        Return the bytes of the frame, 0 if the message is not passed on.
+        Return the bytes of their frames.
         """
-        between_messages = not self._in_frame and self.conn.current_size is None and self.conn.state is State.OPEN
-        if not between_messages or len(buffer) < 2 or buffer[0] not in (_TEXT_FRAME, _BINARY_FRAME):
+        if not self._between_messages or self.close_sent:
             return 0
-        size, start = buffer[1] ^ _MASKED, 6
-        if size == _SIZE_OF_16_BITS:
-            size, start = int.from_bytes(buffer[2:4]), 8
-        elif size >= _SIZE_OF_64_BITS:
-            return 0  # a large message, or one without a mask
-        end = start + size
-        if len(buffer) < end or size > MAX_MESSAGE_BYTES:
-            return 0
-        data = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start]))
-        self._deliver(data, buffer[0] == _TEXT_FRAME)
+        arrived, end = len(buffer), 0
+        for _ in range(MAX_TAKEN):
+            begin = end + 6
+            if arrived < begin:
+                break
+            kind, size = buffer[end], buffer[end + 1] ^ _MASKED
+            if size >= _SIZE_OF_16_BITS:
+                if size > _SIZE_OF_16_BITS:
+                    break  # a large message, or one without a mask
+                begin, size = begin + 2, int.from_bytes(buffer[end + 2 : end + 4])
+            if arrived < begin + size or kind not in _WHOLE_MESSAGES:
+                break
+            end = begin + size
+            self._deliver(apply_mask(buffer[begin:end], buffer[begin - 4 : begin]), kind == _TEXT_FRAME)
+            if not self._taking or self.close_sent:
+                break
         return end
 
     def _parse_later(self, seconds: float) -> None:
@@ -468,22 +495,3 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _count_closed(self, reason: str) -> None:
         self._hot_path.frontend.metrics.connections_closed.add(reason)
-
-
-def _text_head(size: int) -> bytes:
-    """Return the head of a text message in one frame, which a server does not mask."""
-    if size < _SIZE_OF_16_BITS:
-        return bytes((_TEXT_FRAME, size))
-    if size < 1 << 16:
-        return bytes((_TEXT_FRAME, _SIZE_OF_16_BITS)) + size.to_bytes(2)
-    return bytes((_TEXT_FRAME, _SIZE_OF_64_BITS)) + size.to_bytes(8)
-
-
-def _is_utf8(data: bytes) -> bool:
-    if data.isascii():
-        return True
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -11,15 +11,14 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from msgspec import Meta, Struct, structs
-from pydantic import Field
+from msgspec import Struct, structs
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
 
@@ -28,139 +27,45 @@ from service.access.scopes import Scope
 from service.errors import InferenceFailed, InvalidRequest, ServiceError, UnknownRoute
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.http1.websocket_protocol import SOCKET, WebSocketProtocol
+from service.frontend.rest.chunks import (
+    INPUT,
+    NO_CHUNK,
+    ChunkBody,
+    ChunkOptions,
+    DecodedChunk,
+    StreamQuery,
+    chunk_field,
+    resolve_start,
+)
 from service.frontend.rest.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
-from service.frontend.rest.infer import InferRunner, check_returns
-from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.rest.infer import InferRunner
+from service.frontend.rest.schemas import describe_query
 from service.frontend.run.access_log import audited
 from service.frontend.run.catalog import ServedModel
+from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, resolve_session
 from service.frontend.run.validation import (
-    MAX_SESSION_STEPS,
     PackedInputs,
     check_empty_chunk,
     pack_input,
-    resolve_deadline_ms,
 )
+from service.ipc.blocks import block_key
 from service.ipc.messages.decoder import DecodeBody
-from service.ipc.messages.inference import Request, Returns
+from service.ipc.messages.inference import BlockKey, Request
 from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
 from service.ipc.messages.tracing import Api
-from service.modeling.spec import ModelSpec
-from service.settings import Settings
 
 MAX_IN_FLIGHT = 32
 """Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
-INPUT = "input"
-"""The member of a message that has the chunk."""
 MAX_TOGETHER, CHUNK_COST = 8192, 128
 """Most bytes of chunks that are sent together, and the bytes as which a chunk counts besides its own."""
 
 
-class StreamQuery(QueryParameters):
-    """Query parameters of /stream: the options that all chunks of a socket share."""
-
-    endpoint = "/stream"
-
-    model: str
-    """Name or alias of a served model."""
-    version: str | None = None
-    """Version of the model; the newest by default."""
-    session: SessionId | None = None
-    """Id of a session that stays open when the socket closes. By default a new session opens and closes with the socket."""
-    returns: list[Literal["embedding", "sequence"]] = Field([], alias="return")
-    """Adds vectors to each reply: the pooled vector (embedding) or the vector of every step (sequence). Repeat the parameter for both,
-    or separate the names with commas."""
-    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Milliseconds from a chunk's arrival after which its reply is useless to the client."""
-    priority: Annotated[int, Field(ge=-10, le=10)] = 0
-    """A request with a higher priority runs sooner."""
-
-    @classmethod
-    def collect(cls, items: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        pairs = list(items)
-        returns = [part for name, value in pairs if name == "return" for part in value.split(",")]
-        return dict(pairs) | ({"return": returns} if returns else {})
-
-    def check_options(self, spec: ModelSpec, settings: Settings) -> None:
-        """Raise the ServiceError of options that every chunk would be refused for."""
-        check_returns(self.returns, spec)
-        resolve_deadline_ms(self.deadline_ms, settings)
-
-
-class ChunkBody(JsonBody):
-    """One text message on /stream."""
-
-    endpoint = "a message on /stream"
-    noun = "the message"
-    example = '{"input": ...}'
-
-    input: Any
-    """The next chunk: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
-    start: bool | None = None
-    """true restarts the session with this chunk; false only continues an open session."""
-    end: bool = False
-    """true closes the session after this chunk, which may be empty; the next chunk starts it again."""
-    steps: Annotated[int, Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
-    """How many steps the session has before this chunk. A chunk that finds another number is refused."""
-
-
-def chunk_field(index: int) -> str:
-    """Return the name of a message's only input in error messages."""
-    assert index == 0
-    return INPUT
-
-
-class DecodedChunk(DecodedRequest, frozen=True):
-    """A message. The context has the options of its socket; the other fields are as in ChunkBody."""
-
-    input: Any = None
-    start: bool | None = None
-    end: bool = False
-    steps: int | None = None
-
-
-class ChunkOptions:
-    """What all chunks of a socket share."""
-
-    def __init__(self, query: StreamQuery, session: str, settings: Settings) -> None:
-        """query: checked with `check_options`."""
-        self._query = query
-        self._session = session
-        self._seconds = resolve_deadline_ms(query.deadline_ms, settings) / 1000
-        self._model: ServedModel | None = None
-        self._returns = Returns()
-        """What the model of the last chunk returns."""
-
-    def decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedChunk:
-        query = self._query
-        return DecodedChunk(
-            *(query.model, query.version, self, self._session, None, False, chunk.input, start, chunk.end, chunk.steps)
-        )
-
-    def request(
-        self, chunk: DecodedChunk, model: ServedModel, arrived: float, packed: PackedInputs | None
-    ) -> tuple[Request, bytes | memoryview]:
-        """Return the engine's request and its tensor bytes; raises the ServiceError of a chunk that the model does not take."""
-        if packed is None:
-            data: bytes | memoryview = pack_input(chunk.input, INPUT, model)
-            steps = len(data) // model.step_bytes
-        else:
-            data, [steps] = packed.data, packed.lengths
-        if model is not self._model:
-            self._returns, self._model = check_returns(self._query.returns, model.spec), model
-        start = chunk.start
-        if not steps:
-            check_empty_chunk(start, chunk.end, INPUT)
-            start = False
-        request = Request(
-            *(model.spec.name, model.version, [steps], arrived + self._seconds, time.monotonic(), self._query.priority),
-            *(self._returns, self._session, start, chunk.end, model.generation, self._query.version is not None),
-            session_at=chunk.steps,
-        )
-        return request, data
+_UnsentChunk = tuple[Request, bytes, RunningRequest, Callable[[], None] | None]
+"""The arguments of `Dispatcher.send`."""
 
 
 class ChunkRunner(InferRunner):
@@ -171,25 +76,93 @@ class ChunkRunner(InferRunner):
 
     def __init__(self, frontend: Frontend) -> None:
         super().__init__(frontend)
-        self._waiting: list[tuple[_PendingReply, DecodedChunk, float]] = []
+        self._waiting: list[_PendingReply] = []
         self._waiting_bytes = 0
+        self.replied: dict[_ChunkStream, None] | None = None
+        """The sockets that have replies to send, while the answers of a tick are written."""
 
-    def send_soon(self, reply: _PendingReply, chunk: DecodedChunk, arrived: float, size: int) -> None:
-        """Send a chunk of `size` bytes at the end of the tick, when all sockets are read.
+    def send_soon(self, reply: _PendingReply, size: int) -> None:
+        """Send a chunk of `size` bytes that continues its session at the end of the tick, when all sockets are read.
 
         The code that reads a message and the code that sends it then run many times in a row, which takes less time than by turns.
         """
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send_waiting)
-        self._waiting.append((reply, chunk, arrived))
+        self._waiting.append(reply)
         self._waiting_bytes += CHUNK_COST + size
         if self._waiting_bytes > MAX_TOGETHER:
             self._send_waiting()
 
     def _send_waiting(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        for reply, chunk, arrived in waiting:
-            reply.stream.send(reply, chunk, arrived)
+        unobserved, now = not (self._observer.chooses or self._observer.times_all), time.monotonic()
+        blocks = dict[BlockKey, list[_UnsentChunk]]()
+        for reply in waiting:
+            model = reply.stream.model
+            if unobserved and model is not None and model.key in self.frontend.catalog:
+                self._prepare(reply, model, now, blocks)
+            else:
+                reply.stream.send(reply)
+        for block, chunks in blocks.items():
+            self._send_chunks(block, chunks)
+
+    def _prepare(
+        self, reply: _PendingReply, model: ServedModel, now: float, blocks: dict[BlockKey, list[_UnsentChunk]]
+    ) -> None:
+        """Add a chunk for the model that answered the last chunk of its socket to the chunks to send, as `run` sends it."""
+        stream, chunk, arrived = reply.stream, reply.chunk, reply.arrived
+        caller, options, end = stream.caller, stream.options, None
+        self._tally.accepted += 1
+        reply.call = call = RunningRequest(self, reply, model, arrived, now, chunk, caller, None)
+        try:
+            if options.prepared != (model, caller):
+                options.prepare(model, caller)
+            data, block = pack_input(chunk.input, INPUT, model), options.block
+            if not data:
+                check_empty_chunk(False, False, INPUT)
+            request = prepared = options.continuing(len(data) // model.step_bytes, chunk.steps, arrived, now)
+            call.lengths = request.lengths
+            if caller.is_limited or self.frontend.limits.memory.limited:
+                request, end = self.frontend.begin(caller, prepared, len(data))
+                block = block if request is prepared else block_key(request)
+            chunks = blocks.get(block)
+            if chunks is None:
+                chunks = blocks[block] = []
+            chunks.append((request, data, call, end))
+        except ServiceError as error:
+            self.fail_or_search(call, error)
+        except Exception as error:
+            self.fail(call, self.frontend.internal_error(error))
+
+    def _send_chunks(self, block: BlockKey, chunks: list[_UnsentChunk]) -> None:
+        try:
+            sent = self.frontend.dispatcher.send_chunks(block, chunks)
+            for (_, _, call, _), pending in zip(chunks, sent, strict=True):
+                call.pending = pending
+        except ServiceError as error:
+            for _, _, call, end in chunks:
+                if end is not None:
+                    end()
+                self.fail_or_search(call, error)
+
+    def _write_answers(self) -> None:
+        """Write the answers of the tick, and send each socket its replies together."""
+        replied = dict[_ChunkStream, None]()
+        self.replied = replied
+        super()._write_answers()
+        self.replied = None
+        for stream in replied:
+            stream.send_replies()
+
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        together = model.writer.write_all([(call.answer, call.data) for call in calls])
+        if together is None:
+            return super().write(model, calls)
+        template = b'{%b,"outputs":%%b,"session":{"id":%%b,"steps":%%d}}' % model.identity.replace(b"%", b"%%")
+        return [
+            HttpReply(template % (outputs, call.decoded.context.session_json, call.answer.session_steps), b"")
+            for outputs, call in zip(together, calls, strict=True)
+        ]
 
     def build(
         self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
@@ -197,11 +170,6 @@ class ChunkRunner(InferRunner):
         assert isinstance(decoded, DecodedChunk)
         options: ChunkOptions = decoded.context
         return options.request(decoded, model, arrived, packed)
-
-
-def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
-    """Return `start` of a chunk. Once the session has begun, a chunk without `start` only continues it."""
-    return False if start is None and begun else start
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
@@ -266,12 +234,13 @@ class _ChunkStream:
         """labels: the metric labels of messages that cannot be parsed."""
         self._frontend = frontend
         self.scope = Scope.SESSION
-        self._chunks = chunks
+        self.chunks = chunks
+        self._starts = frontend.limits.starts
         self._socket = socket
         self._connection: WebSocketProtocol = socket.scope["extensions"][SOCKET]
         self._query = query
         self._session = query.session or RESERVED_SESSION_PREFIX + uuid.uuid4().hex
-        self._options = ChunkOptions(query, self._session, frontend.settings)
+        self.options = ChunkOptions(query, self._session, frontend.settings)
         self._labels = labels
         self.caller = caller
         self.identity = identity_of(socket)
@@ -319,46 +288,53 @@ class _ChunkStream:
     def ready(self) -> bool:
         return self._alone is None and len(self._unanswered) < MAX_IN_FLIGHT
 
-    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> bool:
         """Send a chunk to the engine, or start a task for a message that is answered alone."""
         if is_text and len(data) > MAX_LOOP_BODY_BYTES:
             self._handle_alone(self._answer_large(data, arrived))
-            return
-        try:
-            if self._frontend.limits.starts.refusing:
-                raise self._frontend.limits.starts.refuse()
-            chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
-        except ServiceError as error:
-            reply = self._append_reply()
-            self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
-            reply.respond_error(error)
-            return
-        decoded = self._options.decoded(chunk, resolve_start(chunk.start, begun=self._begun))
-        if decoded.start is False and not chunk.end:
-            self._chunks.send_soon(self._append_reply(), decoded, arrived, len(data))
+            return False
+        reply, refusing = _PendingReply(self, arrived), self._starts.refusing
+        if is_text or refusing:
+            try:
+                if refusing:
+                    raise self._starts.refuse()
+                reply.chunk = self._decoded(ChunkBody.parse(data))
+            except ServiceError as error:
+                self._unanswered.append(reply)
+                self.chunks.refuse(self._labels, error, arrived, reply, self.caller)
+                reply.respond_error(error)
+                return self.ready
         else:
-            self._handle_alone(self._send_alone(decoded, arrived))
+            reply.chunk = DecodedChunk(*self.options.decoded, data, False if self._begun else None)
+        if reply.chunk.start is not False or reply.chunk.end:
+            self._handle_alone(self._send_alone(reply))
+            return False
+        self._unanswered.append(reply)
+        self.chunks.send_soon(reply, len(data))
+        return len(self._unanswered) < MAX_IN_FLIGHT
+
+    def _decoded(self, chunk: ChunkBody) -> DecodedChunk:
+        start = resolve_start(chunk.start, begun=self._begun)
+        return DecodedChunk(*self.options.decoded, chunk.input, start, chunk.end, chunk.steps)
 
     # Replies.
 
     def send_replies(self) -> None:
         """Send the replies that are next in the order of the messages."""
-        unanswered = self._unanswered
+        unanswered, contents, failed = self._unanswered, list[bytes | memoryview](), False
         was_full = len(unanswered) == MAX_IN_FLIGHT
         while unanswered and unanswered[0].content:
             reply = unanswered.popleft()
-            self._connection.send_text(reply.content)
-            if reply.in_error:
-                self._connection.fail("the service failed on a message")
+            if not failed:
+                contents.append(reply.content)
+                failed = reply.in_error
+        self._connection.send_texts(contents)
+        if failed:
+            self._connection.fail("the service failed on a message")
         if not unanswered and self._all_answered is not None and not self._all_answered.done():
             self._all_answered.set_result(None)
         if was_full and self.ready:
             self._connection.read_on()
-
-    def _append_reply(self) -> _PendingReply:
-        reply = _PendingReply(self)
-        self._unanswered.append(reply)
-        return reply
 
     async def _wait_for_replies(self) -> None:
         """Wait until every message has its reply."""
@@ -368,14 +344,14 @@ class _ChunkStream:
 
     # Messages.
 
-    def send(self, reply: _PendingReply, chunk: DecodedChunk, arrived: float) -> None:
+    def send(self, reply: _PendingReply) -> None:
         """Send a chunk to the engine."""
-        model = self.model
+        chunk, model = reply.chunk, self.model
         if chunk.start is not False or model is None or model.key not in self._frontend.catalog:
             model = None
         self._submitted = True
         try:
-            reply.call = self._chunks.run(chunk, reply, arrived, self.caller, model)
+            reply.call = self.chunks.run(chunk, reply, reply.arrived, self.caller, model)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -389,35 +365,34 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, chunk: DecodedChunk, arrived: float) -> None:
+    async def _send_alone(self, reply: _PendingReply) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
-        reply = self._append_reply()
-        self.send(reply, chunk, arrived)
+        self._unanswered.append(reply)
+        self.send(reply)
         await self._wait_for_replies()
         if not reply.failed:
-            self._begun = not chunk.end
+            self._begun = not reply.chunk.end
 
     async def _answer_large(self, data: bytes, arrived: float) -> None:
         """Answer a message that the decoder parses."""
         await self._wait_for_replies()
-        reply = self._append_reply()
+        reply = _PendingReply(self, arrived)
+        self._unanswered.append(reply)
         try:
             async with AsyncExitStack() as stack:
-                with self._chunks.reading(reply, arrived, self.caller, self._labels):
+                with self.chunks.reading(reply, arrived, self.caller, self._labels):
                     large = await stack.enter_async_context(self._frontend.decoder.decode(DecodeBody("stream"), data))
-                    chunk = msgspec.json.decode(large.options, type=ChunkBody)
-                start = resolve_start(chunk.start, begun=self._begun)
+                    chunk = self._decoded(msgspec.json.decode(large.options, type=ChunkBody))
                 self._submitted = True
-                decoded = structs.replace(self._options.decoded(chunk, start), pack=large.pack)
-                reply.call = self._chunks.run(decoded, reply, arrived, self.caller)
+                reply.call = self.chunks.run(structs.replace(chunk, pack=large.pack), reply, arrived, self.caller)
                 await self._wait_for_replies()
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
             reply.respond_error(self._frontend.internal_error(error))
         else:
-            if not reply.failed and (start is not False or chunk.end):
+            if not reply.failed and (chunk.start is not False or chunk.end):
                 self._begun = not chunk.end
 
 
@@ -425,6 +400,8 @@ class _PendingReply(Struct, eq=False):
     """The reply to one message: the exchange of its request."""
 
     stream: _ChunkStream
+    arrived: float
+    chunk: DecodedChunk = NO_CHUNK
     call: RunningRequest | None = None
     """The request until its end. It refers to this object: a cycle would stay in memory until the next full garbage collection."""
     content: bytes | memoryview = b""
@@ -448,10 +425,14 @@ class _PendingReply(Struct, eq=False):
         return self.stream.disconnected
 
     def respond(self, content: bytes | memoryview, headers: bytes) -> None:
+        stream = self.stream
         if self.call is not None:
-            self.stream.model, self.call = self.call.model, None
+            stream.model, self.call = self.call.model, None
         self.content = content
-        self.stream.send_replies()
+        if stream.chunks.replied is None:
+            stream.send_replies()
+        else:
+            stream.chunks.replied[stream] = None
 
     def respond_error(self, error: ServiceError) -> None:
         self.call, self.failed = None, True

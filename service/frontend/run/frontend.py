@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from service.access.caller import NO_QUOTAS, Caller
+from service.access.caller import Caller
 from service.errors import (
     SERVICE_FAILED,
     InferenceFailed,
@@ -101,20 +102,23 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        limits = self.limits
-        if caller.quotas == NO_QUOTAS and not (caller.key or limits.memory.limited):
+        if not (caller.is_limited or self.limits.memory.limited):
             return self.dispatcher.send(request, data, receiver)
-        key, numbers = request.key, 0
-        # A version that was forgotten while a body was parsed is refused later.
-        if limits.memory.limited and key in self.catalog:
-            numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
-        request, end = limits.begin(caller, request, len(data), numbers)
+        request, end = self.begin(caller, request, len(data))
         try:
             return self.dispatcher.send(request, data, receiver, on_end=end)
         except ServiceError:
             if end is not None:
                 end()
             raise
+
+    def begin(self, caller: Caller, request: Request, size: int) -> tuple[Request, Callable[[], None] | None]:
+        """Count a request with `size` bytes of values, as `FrontendLimits.begin` does."""
+        limits, key, numbers = self.limits, request.key, 0
+        # A version that was forgotten while a body was parsed is refused later.
+        if limits.memory.limited and key in self.catalog:
+            numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
+        return limits.begin(caller, request, size, numbers)
 
     def forget(self, key: ModelKey) -> None:
         """Drop a version that no engine and no session uses any more, with its metric labels."""

@@ -36,6 +36,7 @@ SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "patter
 # Validation stops at the first wrong element: a list with a million wrong elements costs no more than one.
 SMALL_VALUES = 64
 """Up to this many numbers, Python's arithmetic is faster than NumPy's."""
+MAX_SMALL_BYTES = SMALL_VALUES * np.dtype(FEATURES).itemsize
 _LARGEST = float(np.finfo(FEATURES).max)
 _IDS = TypeAdapter(Annotated[list[Annotated[int, Field(strict=True)]], FailFast()])
 _ROW = Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]
@@ -145,12 +146,12 @@ def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
 
     Raises InvalidInput or TooLarge.
     """
+    if isinstance(value, bytes):
+        _check_bytes(value, field, model)
+        return value
     spec = model.spec.input
     if isinstance(value, str) and model.tokenizer is not None:
         data = tokenize(value, field, model)
-    elif isinstance(value, bytes):
-        _check_bytes(value, field, model)
-        data = value
     elif isinstance(value, list) and spec.features is None:
         data = _parse_ids(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is not None:
@@ -331,17 +332,18 @@ def _check_rows(values: list[Any], field: str, model: ServedModel) -> list[list[
 
 def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
     """Raise InvalidInput or TooLarge for a binary input that the engine cannot take as it is."""
-    width = model.spec.input.features
-    size = model.step_bytes
-    if len(data) % size:
+    width, size, allowed = model.spec.input.features, model.step_bytes, model.spec.input.max_steps
+    steps, rest = divmod(len(data), size)
+    if rest:
         raise InvalidInput(
             f"{field} has {len(data)} bytes and a step of {model.spec.name} has {size}: send whole steps", field=field
         )
-    _check_max_steps(len(data) // size, field, model)
+    if not model.min_steps <= steps <= allowed:
+        check_steps(steps, field, model)
     if width is None:
-        engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
-    elif not _all_fit(values := np.frombuffer(data, "<f4")):
-        engine_features(values.reshape(-1, width), _field_of_step(field), model)
+        engine_ids(np.frombuffer(data, IDS), _field_of_step(field), model)
+    elif len(data) > MAX_SMALL_BYTES or not sum(map(abs, memoryview(data).cast("f"))) <= _LARGEST:  # as in `_all_fit`
+        engine_features(np.frombuffer(data, FEATURES).reshape(-1, width), _field_of_step(field), model)
 
 
 def _field_of_step(field: str) -> FieldOf:

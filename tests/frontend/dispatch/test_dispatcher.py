@@ -470,11 +470,11 @@ def test_sent_requests_count_until_they_are_dropped() -> None:
     wait = PredictedWait()
     assert wait.seconds(now=5.0) == 0.0
     for request, seconds in ((1, 0.25), (2, 0.5)):
-        wait.add(request, seconds)
+        wait.add({request: seconds})
         wait.sent([request], frame=request)
     assert wait.seconds(now=0.0) == wait.seconds(now=60.0) == 0.75
     for request, rest in ((1, 0.5), (1, 0.5), (2, 0.0)):
-        wait.drop(request)
+        wait.drop([request])
         assert wait.seconds(now=60.0) == rest
 
 
@@ -490,10 +490,10 @@ def test_report_shrinks_with_time_to_zero_and_replaces_the_previous_one() -> Non
 def test_report_includes_the_frames_it_counts(frames: int, seconds: float) -> None:
     """Frame 2 is not a request. A request that has not left is in no report."""
     wait = PredictedWait()
-    wait.add(1, seconds=0.25)
+    wait.add({1: 0.25})
     wait.sent([1], frame=1)
-    wait.add(2, seconds=0.5)
+    wait.add({2: 0.5})
     wait.sent([2], frame=3)
-    wait.add(3, seconds=0.125)
+    wait.add({3: 0.125})
     wait.report(2.0, frames, now=0.0)
     assert wait.seconds(now=0.0) == seconds + 0.125

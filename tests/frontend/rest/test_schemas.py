@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
+from service.frontend.rest.chunks import ChunkBody, ChunkOptions, DecodedChunk, StreamQuery, resolve_start
 from service.frontend.rest.infer import engine_request, pack_inputs, parse_body
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import ChunkBody, ChunkOptions, StreamQuery, resolve_start
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.head_outputs import input_field
 from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
@@ -52,7 +52,8 @@ def chunk_request(
     """Return the engine's request for a chunk."""
     parsed = parse_query(catalog, query)
     options = ChunkOptions(parsed, "stream:1", SETTINGS)
-    return options.request(options.decoded(chunk, start), catalog.find(parsed.model, parsed.version), 100.0, None)
+    decoded = DecodedChunk(*options.decoded, chunk.input, start, chunk.end, chunk.steps)
+    return options.request(decoded, catalog.find(parsed.model, parsed.version), 100.0, None)
 
 
 def test_session_fields_reach_the_engine(catalog: Catalog) -> None:

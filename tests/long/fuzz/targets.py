@@ -20,8 +20,8 @@ from service.frontend.oip import json
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.types import InferRequest
+from service.frontend.rest.chunks import ChunkBody
 from service.frontend.rest.infer import InferBody, engine_request, pack_inputs
-from service.frontend.rest.websocket import ChunkBody
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.head_outputs import input_field
