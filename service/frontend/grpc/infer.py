@@ -10,16 +10,7 @@ import msgspec
 
 from service.errors import ServiceError, TooLarge
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.grpc.messages import (
-    ClassifyWriter,
-    field_start,
-    read_request,
-    response_parts,
-    split_request,
-    write_parameters,
-    write_start,
-    write_steps,
-)
+from service.frontend.grpc.messages import ClassifyWriter, read_request, response_parts, split_request, write_start
 from service.frontend.grpc.wire import PREFIX
 from service.frontend.http1.request_heads import RequestHead
 from service.frontend.oip.protobuf import METHODS
@@ -36,8 +27,6 @@ from service.ipc.messages.models import ModelKey
 from service.ipc.messages.tracing import Api
 from service.modeling.spec.heads import ClassifyHead
 
-MAX_SESSION_TEMPLATES = 4096
-"""Sessions on streams with a kept template."""
 MAX_WRITERS = 64
 """Number of models with a kept writer. A reloaded model gets a new writer."""
 FINAL_REQUESTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
@@ -96,7 +85,7 @@ class GrpcRunner(TensorRunner):
                 if parts.id:
                     request = msgspec.structs.replace(request, id=parts.id)
                 context = TensorContext(request, None, deadline, key=key, template=template, values=values)
-                return DecodedRequest(request.model, request.version or None, context, template.options.session)
+                return DecodedRequest(request.model, request.version or None, context)
         if len(parts.head) > MAX_LOOP_BODY_BYTES and parts.refusal is None:
             return None
         request, inputs = read_request(parts)
@@ -143,27 +132,12 @@ class StreamRunner(GrpcRunner):
     """Runs the requests of ModelStreamInfer: their responses are fields of the messages of a stream."""
 
     api = Api.GRPC_STREAM
-    most_templates, of_sessions = MAX_SESSION_TEMPLATES, True
+
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        return [self._write(model, call) for call in calls]
 
     def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
         return HttpReply(b"".join(_field_parts(response, context)), b"")
-
-    def encode_whole(self, response: bytes, call: RunningRequest, context: TensorContext) -> HttpReply:
-        """Return the reply with the parameters last, because only they differ between the chunks of a session."""
-        steps, last = call.answer.session_steps, b""
-        if context.request.parameters.get(FINAL_REQUESTED):
-            last = write_parameters({"sequence_steps": steps, FINAL: True} if steps else {FINAL: True})
-        elif steps:
-            last = write_steps(steps)
-        size = len(response) + len(call.data) + len(last)
-        return HttpReply(b"".join((field_start(RESPONSE_FIELD, size), response, call.data, last)), b"")
-
-    def write_others(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
-        return [self._write_first(model, call) for call in calls]
-
-    def known_part(self, model: ServedModel, call: RunningRequest, content: bytes | memoryview) -> bytes:
-        response = msgspec.structs.replace(self.response(model, call), parameters={})
-        return b"".join(response_parts(response)[1:-1])
 
     async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:
         return await self._join(_field_parts(response, context))

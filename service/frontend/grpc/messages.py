@@ -183,12 +183,12 @@ def response_parts(response: InferResponse, field: int = 0) -> list[bytes | memo
     """Return a ModelInferResponse in parts. Large arrays are not copied. field: of the message that contains it, if there is one."""
     parts: list[bytes | memoryview] = [write_start(response.model, response.version, response.id)]
     if response.parameters:
-        parts.append(write_parameters(response.parameters))
+        parts.append(_parameters(response.parameters))
     parts += [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
     for tensor in response.outputs:
         data = encode(tensor)
-        parts += field_start(_CONTENTS, len(data)), data
-    return [field_start(field, sum(map(len, parts))), *parts] if field else parts
+        parts += _field_start(_CONTENTS, len(data)), data
+    return [_field_start(field, sum(map(len, parts))), *parts] if field else parts
 
 
 def write_start(model: str, version: str, id: str) -> bytes:
@@ -197,7 +197,7 @@ def write_start(model: str, version: str, id: str) -> bytes:
     if not id:
         return start
     text = id.encode()
-    return start + field_start(_ID, len(text)) + text
+    return start + _field_start(_ID, len(text)) + text
 
 
 class ClassifyWriter:
@@ -227,7 +227,7 @@ class ClassifyWriter:
         for count, (id, _, part) in zip(counts, answers, strict=True):
             labels = b"".join([self._labels[pick] for pick in picks[row : row + count]])
             values = (labels, best[4 * row : 4 * (row + count)], part)
-            contents = b"".join([piece for value in values for piece in (field_start(_CONTENTS, len(value)), value)])
+            contents = b"".join([piece for value in values for piece in (_field_start(_CONTENTS, len(value)), value)])
             responses.append(write_start(*self._model, id) + _classify_outputs(count, len(self._labels)) + contents)
             row += count
         return responses
@@ -253,8 +253,7 @@ def _identity(model: str, version: str) -> bytes:
     return data
 
 
-def write_parameters(parameters: Mapping[str, Any]) -> bytes:
-    """Return the parameters of a response."""
+def _parameters(parameters: Mapping[str, Any]) -> bytes:
     message = RESPONSE()
     for name, value in parameters.items():
         setattr(message.parameters[name], PARAMETER_FIELDS[type(value)], value)
@@ -262,13 +261,7 @@ def write_parameters(parameters: Mapping[str, Any]) -> bytes:
     return data
 
 
-@lru_cache(MAX_KEPT_HEADS)
-def write_steps(steps: int) -> bytes:
-    """Return the parameters of a response to a session."""
-    return write_parameters({"sequence_steps": steps})
-
-
-def field_start(number: int, size: int) -> bytes:
+def _field_start(number: int, size: int) -> bytes:
     """Return the bytes before the content of a field of bytes."""
     tag = number << 3 | _LENGTH_DELIMITED
     if size < 128:

@@ -79,11 +79,6 @@ def session_id(parameters: Parameters, header: str | None = None) -> str | None:
     return None
 
 
-def only_continues(parameters: Parameters) -> bool:
-    """Return whether the request to a session neither starts nor ends it, and does not name its steps."""
-    return not any(parameters.get(name) for name in ("sequence_start", "sequence_end")) and "sequence_steps" not in parameters
-
-
 def _sequence_id(parameters: Parameters) -> str | None:
     """Return the session that `sequence_id` names, or None; raises InvalidInput for an invalid id."""
     id = parameters.get("sequence_id")

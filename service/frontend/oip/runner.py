@@ -15,8 +15,8 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip.infer import build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
-from service.frontend.oip.parameters import only_continues, session_id
-from service.frontend.oip.templates import MAX_TEMPLATES, RequestTemplate, TemplateKey, Templates, all_finite
+from service.frontend.oip.parameters import session_id
+from service.frontend.oip.templates import RequestTemplate, TemplateKey, Templates, all_finite
 from service.frontend.oip.types import InferRequest, InferResponse
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
@@ -50,13 +50,9 @@ class TensorContext(NamedTuple):
 class TensorRunner(RequestRunner):
     """Runs the requests of one protocol. The context of a request is a TensorContext."""
 
-    most_templates = MAX_TEMPLATES
-    of_sessions = False
-    """Whether requests that continue sessions get templates: one for each session."""
-
     def __init__(self, frontend: Frontend) -> None:
         super().__init__(frontend)
-        self.templates = Templates(frontend.catalog, frontend.settings, self.most_templates)
+        self.templates = Templates(frontend.catalog, frontend.settings)
 
     @abstractmethod
     def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
@@ -100,7 +96,7 @@ class TensorRunner(RequestRunner):
         request, session = context.request, None
         if request.parameters or header is not None:
             session = session_id(request.parameters, header)
-        if session is not None and context.key is not None and not (self.of_sessions and only_continues(request.parameters)):
+        if session is not None and context.key is not None:
             context = context._replace(key=None)
         return DecodedRequest(request.model, request.version or None, context, session, pack)
 
@@ -120,8 +116,7 @@ class TensorRunner(RequestRunner):
         context: TensorContext = decoded.context
         template, inputs, seconds = context.template, context.inputs, max(0.0, context.deadline - arrived)
         if template is not None:
-            # A session may belong to another version than the newest, of which the template is.
-            known = template.pack(context.values) if template.model is model else None
+            known = template.pack(context.values)
             if known is not None:
                 return validation.engine_request(known, _within(template.options, seconds), model, arrived), known.data
             inputs = template.decode(context.values)  # for the error that names the wrong value
@@ -130,7 +125,7 @@ class TensorRunner(RequestRunner):
         settings = self.frontend.settings
         request, data = build_request(context.request, sent, decoded.session, model, settings, arrived, seconds)
         if context.key is not None and inputs is not None and not request.has_states:
-            self.templates.remember(context.key, context.request, inputs, model, request.lengths, decoded.session)
+            self.templates.remember(context.key, context.request, inputs, model, request.lengths)
         return request, data
 
     def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
@@ -148,7 +143,7 @@ class TensorRunner(RequestRunner):
 
     async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
         context: TensorContext = call.decoded.context
-        return await self.encode_large(await asyncio.to_thread(self.response, model, call), context)
+        return await self.encode_large(await asyncio.to_thread(_response, model, call), context)
 
     def _whole_reply(self, model: ServedModel, call: RunningRequest) -> HttpReply | None:
         """Return the reply if the response is known but for the engine's answer, which it contains unchanged if that is finite."""
@@ -158,13 +153,10 @@ class TensorRunner(RequestRunner):
             return None
         return self.encode_whole(self.encode_start(model, context.request) + template.response, call, context)
 
-    def response(self, model: ServedModel, call: RunningRequest) -> InferResponse:
-        return build_response(call.decoded.context.request, model, call.answer, call.data)
-
     def _write(self, model: ServedModel, call: RunningRequest) -> HttpReply | ServiceError:
         context: TensorContext = call.decoded.context
         try:
-            return self.encode(self.response(model, call), context)
+            return self.encode(_response(model, call), context)
         except ServiceError as error:
             return error
 
@@ -174,13 +166,13 @@ class TensorRunner(RequestRunner):
         context: TensorContext = call.decoded.context
         template = context.template
         if template is not None and size and template.response_size == size and isinstance(reply, HttpReply):
-            template.response = self.known_part(model, call, reply.content)
+            start = len(self.encode_start(model, context.request))
+            template.response = bytes(reply.content[start : len(reply.content) - size])
         return reply
 
-    def known_part(self, model: ServedModel, call: RunningRequest, content: bytes | memoryview) -> bytes:
-        """Return what `encode_whole` needs of a response besides its start and the engine's answer. content: of the reply."""
-        start = len(self.encode_start(model, call.decoded.context.request))
-        return bytes(content[start : len(content) - len(call.data)])
+
+def _response(model: ServedModel, call: RunningRequest) -> InferResponse:
+    return build_response(call.decoded.context.request, model, call.answer, call.data)
 
 
 def _within(options: validation.Options, seconds: float) -> validation.Options:

@@ -107,9 +107,7 @@ class RequestTemplate:
 class Templates:
     """The templates of the served models."""
 
-    def __init__(self, catalog: Catalog, settings: Settings, most: int = MAX_TEMPLATES) -> None:
-        """most: templates that are kept."""
-        self._most = most
+    def __init__(self, catalog: Catalog, settings: Settings) -> None:
         self._catalog = catalog
         self._settings = settings
         self._index: ModelIndex = catalog.index
@@ -123,13 +121,7 @@ class Templates:
         return self._known.get(key)
 
     def remember(
-        self,
-        key: TemplateKey,
-        request: InferRequest,
-        inputs: InputTensors,
-        model: ServedModel,
-        lengths: list[int],
-        session: str | None = None,
+        self, key: TemplateKey, request: InferRequest, inputs: InputTensors, model: ServedModel, lengths: list[int]
     ) -> None:
         """Remember the template of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
         tensor, *others = inputs.tensors
@@ -142,7 +134,7 @@ class Templates:
             size, limit = _LENGTH.size + len(tensor.values[0]), MAX_LOOP_BODY_BYTES
         if size > limit:
             return
-        if len(self._known) >= self._most:
+        if len(self._known) >= MAX_TEMPLATES:
             self._known.clear()
         self._known[key] = RequestTemplate(
             msgspec.structs.replace(request, id=""),
@@ -150,7 +142,7 @@ class Templates:
             msgspec.structs.replace(tensor, values=[]),
             size,
             lengths,
-            parameters.request_options(request, session, model, self._settings, math.inf),
+            parameters.request_options(request, None, model, self._settings, math.inf),
             _whole_output_size(request, model, len(lengths)),
         )
 
