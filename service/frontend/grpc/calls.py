@@ -73,8 +73,6 @@ class GrpcCall:
         self._exchanges = WeakSet[AwaitedExchange]()
         self._runs = False
         self._cancelled = False
-        self.client_left = False
-        """Whether the call is cancelled, but not because the service shuts down."""
         self._cancel_status: CallStatus | None = None
         """The status that the client gets when the call is cancelled; None if the client has gone."""
 
@@ -91,9 +89,8 @@ class GrpcCall:
     def cancel(self, status: CallStatus | None) -> None:
         """Cancel the handler, and end the call with a status if the client still waits for one."""
         self._cancelled, self._cancel_status = True, status
-        self.client_left = status is not CUT_OFF
         for exchange in self._exchanges:
-            exchange.client_left = self.client_left
+            exchange.client_left = status is not CUT_OFF
         if self._runs:  # the cancelled task would otherwise not even begin: neither free the request nor send the status
             self._task.cancel()
 
@@ -131,26 +128,13 @@ class GrpcCall:
         """Return whether the client sent this metadata."""
         return (name, value) in self._request.fields
 
-    def send(self, data: bytes | memoryview) -> None:
-        """Send a response message as far as the client accepts it, the rest later."""
+    async def write(self, data: bytes | memoryview) -> None:
+        """Send a response message, and resume when the client has accepted it."""
         self._send_headers()
         self._stream.send(frame_message(data))
-
-    @property
-    def unsent(self) -> bool:
-        """Whether the client has not accepted all that was sent."""
-        return bool(self._stream.pending)
-
-    async def drained(self) -> None:
-        """Resume when the client has accepted everything."""
         while self._stream.pending:
             self._drained.clear()
             await self._drained.wait()
-
-    async def write(self, data: bytes | memoryview) -> None:
-        """Send a response message, and resume when the client has accepted it."""
-        self.send(data)
-        await self.drained()
 
     # The task.
 

@@ -54,21 +54,21 @@ class GrpcRunner(TensorRunner):
         return True  # the whole message has arrived
 
     def decode(self, head: RequestHead, body: bytes) -> DecodedRequest | None:
+        """Return the request in a message, or None for a message that the decoder reads; raises a ServiceError."""
         assert isinstance(head, InferHead)
-        return self.read(body, head.session, head.deadline)
+        return self._read(body, head.session, head.deadline)
 
     async def decode_slowly(self, data: bytes, session: str | None, deadline: float, stack: AsyncExitStack) -> DecodedRequest:
         """Return the request in a message of any size; raises a ServiceError.
 
         session: that the metadata names. stack: holds a large message, which the decoder has, until the request has its reply.
         """
-        decoded = self.read(data, session, deadline)
+        decoded = self._read(data, session, deadline)
         if decoded is None:
             decoded = await self.decode_large(DecodeBody("oip_protobuf"), data, session, stack, deadline, None)
         return decoded
 
-    def read(self, data: bytes, session: str | None, deadline: float) -> DecodedRequest | None:
-        """Return the request in a message, or None for a message that the decoder reads; raises a ServiceError."""
+    def _read(self, data: bytes, session: str | None, deadline: float) -> DecodedRequest | None:
         limit = self.frontend.settings.max_body_bytes
         if len(data) > limit:
             raise TooLarge(

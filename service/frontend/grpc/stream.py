@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
-
-from msgspec import Struct
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from service.errors import InvalidRequest, ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
@@ -24,8 +23,8 @@ from service.frontend.grpc.infer import StreamRunner
 from service.frontend.grpc.messages import split_request
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.tensors import BYTES
-from service.frontend.run.origin import Header, RequestOrigin
-from service.frontend.run.runner import UNKNOWN_MODEL_LABELS, DecodedRequest, RunningRequest
+from service.frontend.oip.types import InferRequest
+from service.frontend.run.exchange import HttpReply
 from service.metrics import CUT_OFF, GONE
 
 MAX_UNANSWERED = 32
@@ -35,25 +34,28 @@ LAST_READ_SECONDS = 0.2
 GRPC_ERRORS = (b"triton_grpc_error", b"true")
 """Metadata of a call that ends with the status of its first error, as the client requested."""
 RESPONSE = METHODS["ModelStreamInfer"].response_type
+StartChunk = Callable[[], Coroutine[Any, Any, HttpReply]]
+
+
+class _StreamReply(NamedTuple):
+    """The response message of a request, and the error in it if the request failed."""
+
+    message: bytes | memoryview
+    error: ServiceError | None = None
 
 
 class InferStream:
-    """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently.
-
-    They run in callbacks, except for the decoding of large ones.
-    """
+    """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
 
     def __init__(self, runner: StreamRunner, call: GrpcCall) -> None:
-        self.runner = runner
-        self.call = call
-        self.sessions: dict[str, _SessionQueue] = {}
-        """The sessions with unanswered chunks, by their ids."""
+        self._runner = runner
+        self._call = call
+        self._sessions = WeakValueDictionary[str, _SessionQueue]()
+        """The sessions with chunks, by their ids."""
         self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
-        self._unanswered: deque[_StreamReply] = deque()
-        self._wakened = asyncio.Event()
-        """Set when `_write` has to look at the replies."""
-        self._ended = False
-        """Whether no further request is read."""
+        self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
+        """Replies in the order of the requests; None is the end."""
+        self._running: set[asyncio.Task[_StreamReply]] = set()
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
         """Read requests and write replies until the client has sent all, cancels the call, or the service shuts down."""
@@ -67,107 +69,76 @@ class InferStream:
                 raise Unavailable(reason, retry_after=1)
             reading.result()
         finally:
-            tasks = [reading, stopping]
+            tasks = [reading, stopping, *self._running]
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
             # The errors of these tasks refer to this frame and this object. Both would stay in memory until a garbage collection.
             del reading, stopping, tasks, task
-            while self._unanswered:
-                self._unanswered.popleft().cancel()
+            while not self._replies.empty():
+                self._replies.get_nowait()
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
-        """Start each request. The chunks of a session reach the engine in their order."""
+        """Start a task for each request. Tasks start in this order, so the chunks of a session reach the engine in order."""
         try:
             await self._capacity.acquire()
             async for data in requests:
-                reply = _StreamReply(self, data, time.monotonic())
-                self._unanswered.append(reply)
+                task = asyncio.ensure_future(self._reply(data, time.monotonic()))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                self._replies.put_nowait(task)
                 if len(data) > MAX_LOOP_BODY_BYTES and _is_decoded_slowly(data):
-                    await self._answer_large(reply)  # later chunks of its session would overtake it meanwhile
-                else:
-                    self._start(reply)
+                    await asyncio.wait([task])  # later chunks of its session would overtake it meanwhile
                 await self._capacity.acquire()
         finally:
-            self._ended = True
-            self._wakened.set()
+            self._replies.put_nowait(None)
 
     async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
-        await self.call.stopping.wait()
+        await self._call.stopping.wait()
         await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 
     async def _write(self) -> None:
-        """Wait for the end of the replies, and meanwhile for a client that reads slowly."""
-        while self._unanswered or not self._ended:
-            await self._wakened.wait()
-            await self.call.drained()
-            self._wakened.clear()
-            self.send_replies()
-            if self._unanswered and self._ends_call(self._unanswered[0]):
-                error = self._unanswered[0].error
-                assert error is not None
-                raise error
-
-    def send_replies(self) -> None:
-        """Send the replies that are next in the order of the requests, until the client must read."""
-        unanswered = self._unanswered
-        while unanswered and unanswered[0].message:
-            if self.call.unsent or self._ends_call(unanswered[0]):
-                self._wakened.set()
-                return
-            self.call.send(unanswered.popleft().message)
+        while (task := await self._replies.get()) is not None:
+            reply = await task
+            if reply.error is not None and self._call.has_metadata(*GRPC_ERRORS):
+                raise reply.error
+            await self._call.write(reply.message)
             self._capacity.release()
-        if self._ended and not unanswered:
-            self._wakened.set()
 
-    def _ends_call(self, reply: _StreamReply) -> bool:
-        return reply.error is not None and self.call.has_metadata(*GRPC_ERRORS)
-
-    def _start(self, reply: _StreamReply) -> None:
-        """Decode a request, and run it in its turn."""
-        runner, call = self.runner, self.call
-        try:
-            decoded = runner.read(reply.data, call.route.session, call.deadline)
-        except ServiceError as error:
-            runner.refuse(UNKNOWN_MODEL_LABELS, error, reply.arrived, reply, call.caller)
-            reply.respond_error(error)
-        except Exception as error:
-            reply.respond_error(runner.frontend.internal_error(error))
-        else:
-            assert decoded is not None, "the decoder reads large messages only"
-            self._run_in_order(reply, decoded)
-
-    async def _answer_large(self, reply: _StreamReply) -> None:
-        """Answer a request that the decoder may read, which holds its inputs until the reply."""
-        runner, call = self.runner, self.call
+    async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
+        runner, call, exchange = self._runner, self._call, self._call.exchange()
         try:
             async with AsyncExitStack() as stack:
-                with runner.reading(reply, reply.arrived, call.caller):
-                    decoded = await runner.decode_slowly(reply.data, call.route.session, call.deadline, stack)
-                reply.ended = asyncio.get_running_loop().create_future()
-                self._run_in_order(reply, decoded)
+                with runner.reading(exchange, arrived, call.caller):
+                    decoded = await runner.decode_slowly(data, call.route.session, call.deadline, stack)
+                started = False
+
+                async def start() -> HttpReply:
+                    nonlocal started
+                    started = True
+                    return await runner.answer(decoded, exchange, arrived, call.caller)
+
                 try:
-                    await reply.ended
+                    reply = await self._in_session_order(decoded.context.request, start)
                 except asyncio.CancelledError:
-                    reply.cancel()
+                    if not started:
+                        runner.abandon(GONE if exchange.disconnected else CUT_OFF)
                     raise
         except ServiceError as error:
-            reply.respond_error(error)
+            return _error_reply(data, error)
         except Exception as error:
-            reply.respond_error(runner.frontend.internal_error(error))
+            return _error_reply(data, runner.frontend.internal_error(error))
+        return _StreamReply(reply.content)
 
-    def _run_in_order(self, reply: _StreamReply, decoded: DecodedRequest) -> None:
-        """Run a request after the earlier chunks of its session."""
-        session = decoded.session
-        if session is None:
-            reply.run(decoded)
-            return
-        queue = self.sessions.get(session)
-        if queue is None:
-            queue = self.sessions[session] = _SessionQueue()
-        reply.session = session
-        queue.add(reply, decoded)
+    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:
+        """Start a request after the earlier chunks of its session, and return the reply."""
+        parameters = request.parameters
+        id = str(parameters.get("sequence_id") or self._call.route.session or "")
+        if not id:
+            return await start()
+        alone = bool(parameters.get("sequence_start") or parameters.get("sequence_end"))
+        return await self._sessions.setdefault(id, _SessionQueue()).run(start, alone=alone)
 
 
 class _SessionQueue:
@@ -178,102 +149,24 @@ class _SessionQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[_StreamReply, DecodedRequest]] = deque()
-        self._running = 0
-        self._alone = False
-        """Whether no other chunk may run at the same time as the chunk that was started last."""
+        self._order = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        """The tasks of chunks that run at the same time."""
 
-    def add(self, reply: _StreamReply, decoded: DecodedRequest) -> None:
-        self._waiting.append((reply, decoded))
-        self._run()
-
-    def end(self) -> bool:
-        """Go on after the end of a chunk. Return whether no other is left."""
-        self._running -= 1
-        self._run()
-        return not self._running
-
-    def _run(self) -> None:
-        while self._waiting and not (self._alone and self._running):
-            reply, decoded = self._waiting[0]
-            parameters = decoded.context.request.parameters
-            alone = bool(parameters.get("sequence_start") or parameters.get("sequence_end"))
-            if alone and self._running:
-                return
-            self._waiting.popleft()
-            self._running, self._alone = self._running + 1, alone
-            reply.run(decoded)
-
-
-class _StreamReply(Struct, eq=False):
-    """The response message of a request, and its exchange until then."""
-
-    stream: InferStream
-    data: bytes
-    """The request."""
-    arrived: float
-    session: str | None = None
-    """The session in whose queue it is."""
-    call: RunningRequest | None = None
-    """The request while it runs. It refers to this object: a cycle would stay in memory until the next full garbage collection."""
-    ended: asyncio.Future[None] | None = None
-    message: bytes | memoryview = b""
-    error: ServiceError | None = None
-
-    @property
-    def origin(self) -> RequestOrigin:
-        return self.stream.call.identity.origin
-
-    @property
-    def request_id(self) -> bytes:
-        return self.stream.call.identity.request_id
-
-    @property
-    def trace_headers(self) -> tuple[Header, ...]:
-        return self.stream.call.identity.trace_headers
-
-    @trace_headers.setter
-    def trace_headers(self, headers: tuple[Header, ...]) -> None:
-        self.stream.call.identity.trace_headers = headers
-
-    @property
-    def disconnected(self) -> bool:
-        return self.stream.call.client_left
-
-    def run(self, decoded: DecodedRequest) -> None:
-        """Send the request to an engine."""
-        runner = self.stream.runner
+    async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
+        """Run a chunk in the current task. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
+        async with self._order:
+            if alone:
+                if self._running:
+                    await asyncio.wait(self._running)
+                return await start()
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
         try:
-            self.call = runner.run(decoded, self, self.arrived, self.stream.call.caller)
-        except ServiceError as error:
-            self.respond_error(error)
-        except Exception as error:
-            self.respond_error(runner.frontend.internal_error(error))
-
-    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
-        self._end(content)
-
-    def respond_error(self, error: ServiceError) -> None:
-        self.error = error
-        self._end(_error_message(self.data, error))
-
-    def cancel(self) -> None:
-        """Cancel the request, which may wait for its turn."""
-        outcome, call, session = GONE if self.disconnected else CUT_OFF, self.call, self.session
-        self.call = self.session = None
-        if call is not None:
-            call.runner.cancel(call, outcome)
-        elif session is not None:
-            self.stream.runner.abandon(outcome)
-
-    def _end(self, message: bytes | memoryview) -> None:
-        stream, session = self.stream, self.session
-        self.message, self.call, self.session = message, None, None
-        if session is not None and stream.sessions[session].end():
-            stream.sessions.pop(session, None)
-        if self.ended is not None and not self.ended.done():
-            self.ended.set_result(None)
-        stream.send_replies()
+            return await start()  # the next chunk gets its turn when this chunk is sent
+        finally:
+            self._running.discard(task)
 
 
 def _is_decoded_slowly(data: bytes) -> bool:
@@ -285,11 +178,10 @@ def _is_decoded_slowly(data: bytes) -> bool:
     return len(head) > MAX_LOOP_BODY_BYTES or BYTES.encode() in head
 
 
-def _error_message(data: bytes, error: ServiceError) -> bytes:
+def _error_reply(data: bytes, error: ServiceError) -> _StreamReply:
     """Return the reply to a message with an error. It has the id of the message, if that can be read."""
     try:
         id = split_request(data).id
     except InvalidRequest:
         id = ""
-    message: bytes = RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString()
-    return message
+    return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString(), error)
