@@ -197,8 +197,9 @@ class Settings(ClientLimits):
     batch_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Target duration of a batch. Long sequences are cut to meet it, so a new request waits for at most one such batch. 0 means 0.5 on
     a GPU and 5 on a CPU."""
-    state_slots: Positive = 256
-    """Recurrent states per model that an engine keeps on its device between batches."""
+    state_slots: Annotated[int, Field(ge=0)] = 0
+    """Recurrent states per model that an engine keeps on its device between batches. 0 means as many as max_sessions, within 64 MiB
+    or with 256 states."""
     session_idle_seconds: PositiveSeconds = 60.0
     """A session without a chunk for this time expires."""
 

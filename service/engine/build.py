@@ -32,6 +32,8 @@ from service.modeling import spec, store
 from service.modeling.encoder import Encoder
 from service.settings import Settings
 
+LEAST_SLOTS = 256
+"""The fewest state slots of a model by default."""
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
 
@@ -68,13 +70,14 @@ def build_engine(
                 raise
             reported = report_load_error(version, error, log)
             report(NotLoaded(version.key, reported.code, reported.message))
+    fewest_slots = settings.state_slots or min(LEAST_SLOTS, settings.max_sessions)
     return DeviceEngine(
         encoders,
         metrics,
         device=device,
         max_batch_sequences=settings.max_batch_sequences,
         max_batch_tokens=settings.max_batch_tokens,
-        slots=settings.state_slots,
+        slots=(fewest_slots, settings.state_slots or settings.max_sessions),
         place=place,
         trial=trial,
     )

@@ -70,6 +70,11 @@ class Encoder:
         return not self.whole_only
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether sequences may have state slots."""
+        return self.streams or bool(self.spec.states)
+
+    @property
     def resumes_for_free(self) -> bool:
         """Whether a batch that resumes from state slots takes no longer than a batch that starts from zeros."""
         return all(layer.resumes_for_free for layer in self._layers)
@@ -80,6 +85,11 @@ class Encoder:
             [layer.allocate_states(slots) for layer in self._layers],
             self._head.allocate_states(slots, self.spec.output_width, self.device),
         )
+
+    def state_bytes(self) -> int:
+        """Return the bytes of one state slot."""
+        self.allocate_states(1)
+        return sum(slab.nbytes for slab in self._allocated_slabs().slabs().values())
 
     def state_numbers(self) -> list[Tensor]:
         """Return the state slabs of floating-point numbers as (slots, numbers)."""

@@ -45,7 +45,7 @@ class DeviceEngine(ServedModels):
         *,
         max_batch_sequences: int,
         max_batch_tokens: int,
-        slots: int = 256,
+        slots: tuple[int, int] = (256, 256),
         device: torch.device | None = None,
         place: int = 0,
         trial: Callable[[ModelKey], AbstractContextManager[None]] = lambda _: nullcontext(),
@@ -53,7 +53,7 @@ class DeviceEngine(ServedModels):
         """Warm up a model per encoder, in the context `trial`. All encoders are on one device; `device` names it if there are none.
 
         On a GPU every batch runs on the current stream of this thread (`device.use_device`).
-        slots: state slots per model that sequences hold between batches. A launch may use max_batch_sequences more.
+        slots: the fewest and the most state slots per model that sequences hold between batches: see SLOTS_BYTES.
         place: the number of this engine, counted from 0.
         """
         device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))

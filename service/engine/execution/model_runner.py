@@ -41,7 +41,8 @@ class ModelRunner:
         self.encoder = encoder
         self.streams = encoder.streams
         """Whether sequences may run in chunks."""
-        if self.streams or encoder.spec.states:
+        self.slots = slots
+        if encoder.keeps_states:
             encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)

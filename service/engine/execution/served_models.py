@@ -27,6 +27,8 @@ from service.modeling.spec import ModelSpec
 SPARE_FACTOR = 3
 """State slots in addition to the slots that sequences hold, as a multiple of the largest batch: two batches in flight write some, and the
 states to which the chunks that begin in a batch of pieces may return take others."""
+SLOTS_BYTES = 64 << 20
+"""The states of a model in slots take no more memory than this, unless the fewest slots do."""
 IN_FLIGHT = 2
 """Batches on a GPU at once: the next batch is launched shortly before the running batch ends."""
 COLLECTOR_BYTES = 64 << 20
@@ -57,16 +59,12 @@ class ServedModels:
     """The models that one device serves."""
 
     def __init__(
-        self, device: torch.device, metrics: Metrics, slots: int, *, max_batch_sequences: int, max_batch_tokens: int
+        self, device: torch.device, metrics: Metrics, slots: tuple[int, int], *, max_batch_sequences: int, max_batch_tokens: int
     ) -> None:
         self.device = device
         self._metrics = metrics
-        self._slots = slots, SPARE_FACTOR * max_batch_sequences
-        self._limits = {
-            "max_batch_sequences": max_batch_sequences,
-            "max_batch_tokens": max_batch_tokens,
-            "slots": sum(self._slots),
-        }
+        self._slots, self._spare_slots = slots, SPARE_FACTOR * max_batch_sequences
+        self._limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
         on_gpu = device.type == "cuda"
         self._collectors = [OutputCollector(index, COLLECTOR_BYTES) for index in range(IN_FLIGHT)] if on_gpu else []
         self._pool = GraphPool(device) if on_gpu else None
@@ -161,7 +159,7 @@ class ServedModels:
 
     def slots(self, key: ModelKey) -> tuple[int, int]:
         """Return how many state slots sequences may hold between batches, and how many more a launch may use."""
-        return self._slots
+        return self._served[key].runner.slots - self._spare_slots, self._spare_slots
 
     def save(self, key: ModelKey, slot: int) -> State:
         """Return the state in a slot as a copy on the host, after all launched batches have written it."""
@@ -196,6 +194,14 @@ class ServedModels:
 
     def _warm_up(self, encoder: Encoder, run_between_batches: RunBetweenBatches = run_now) -> ModelRunner:
         """Warm up a model. On a GPU this captures its graphs and allocates the memory that they need."""
+        limits = self._limits | {"slots": self._slot_count(encoder) + self._spare_slots}
         if self._pool is None:
-            return ModelRunner(encoder, **self._limits)
-        return CudaGraphRunner(encoder, self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches)
+            return ModelRunner(encoder, **limits)
+        return CudaGraphRunner(encoder, self._collectors, self._pool, **limits, run_between_batches=run_between_batches)
+
+    def _slot_count(self, encoder: Encoder) -> int:
+        """Return how many state slots the sequences of a model may hold between batches."""
+        least, most = self._slots
+        if least == most or not encoder.keeps_states:
+            return least
+        return max(least, min(most, SLOTS_BYTES // max(1, encoder.state_bytes())))

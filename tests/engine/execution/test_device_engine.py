@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch, rows_block
 from service.engine.batching.request_block import QueuedBlock
-from service.engine.execution import model_runner
+from service.engine.execution import model_runner, served_models
 from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BatchArrays, BlockResult, InFlightBatch
@@ -54,6 +54,17 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder
 def engine(encoders: dict[ModelKey, Encoder]) -> DeviceEngine:
     served = {key: encoders[key] for key in (WORDS, SENSORS)}
     return DeviceEngine(served, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
+
+
+@pytest.mark.parametrize(("kept_bytes", "slots"), [(0, 2), (999, 9), (10_000, 20)])
+def test_states_in_slots_take_limited_memory(
+    encoders: dict[ModelKey, Encoder], monkeypatch: pytest.MonkeyPatch, kept_bytes: int, slots: int
+) -> None:
+    """Unless the fewest slots take more."""
+    monkeypatch.setattr(Encoder, "state_bytes", lambda _: 100)
+    monkeypatch.setattr(served_models, "SLOTS_BYTES", kept_bytes)
+    engine = DeviceEngine({SENSORS: encoders[SENSORS]}, Metrics(), max_batch_sequences=8, max_batch_tokens=40, slots=(2, 20))
+    assert engine.slots(SENSORS) == (slots, served_models.SPARE_FACTOR * 8)
 
 
 def random_input(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
