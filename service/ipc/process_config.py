@@ -126,6 +126,8 @@ def use_huge_pages() -> None:
 
     This takes milliseconds for each huge page. Call it once, at the start.
     """
+    if not sys.platform.startswith("linux"):
+        return
     libc = ctypes.CDLL(None)
     for begin, end in re.findall(
         r"^(\w+)-(\w+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", Path("/proc/self/maps").read_text(), re.M
