@@ -151,7 +151,7 @@ def test_chunk_of_a_lost_engine_is_refused_alone(local: InProcess, monkeypatch: 
     ):
         assert [send(stream, {"input": [ROW]})["session"]["steps"] for stream in (kept, lost)] == [1, 1]
         patches.setattr(local.frontend.dispatcher, "_engine_count", 2)
-        local.call(lambda: [stream.send(struct.pack("<3f", *ROW)) for stream in (kept, lost)])
+        local.call(lambda: list(map(ClientConnection.send, (kept, lost), [struct.pack("<3f", *ROW)] * 2)))
         replies = [json.loads(stream.recv(timeout=30)) for stream in (kept, lost)]
     assert (replies[0].get("session"), replies[1].get("code")) == ({"id": names[0], "steps": 2}, "engine_lost")
 
