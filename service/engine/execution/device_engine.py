@@ -218,6 +218,10 @@ class DeviceEngine(ServedModels):
             self._count(*ended)
         self._uncounted.clear()
 
+    def close(self, key: ModelKey) -> None:
+        self.count_ended()  # while the model is served
+        super().close(key)
+
     def _count(self, in_flight: InFlightBatch, ended: float, split: float, seen_running: float) -> None:
         metrics, batch = self._metrics, in_flight.batch
         computed = in_flight.launched if in_flight.collector is None else ended

@@ -212,7 +212,8 @@ class PredictedWait:
             self._sent_seconds -= prices.pop(id, 0.0)
         if not prices:
             self._sent_seconds = 0.0
-            self._frames.clear()
+        while self._frames and prices.keys().isdisjoint(self._frames[0][1]):
+            self._frames.popleft()
 
     def seconds(self, now: float) -> float:
         return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds

@@ -135,15 +135,19 @@ class ChunkRunner(InferRunner):
             self.fail(call, self.frontend.internal_error(error))
 
     def _send_chunks(self, block: BlockKey, chunks: list[_UnsentChunk]) -> None:
+        dispatcher = self.frontend.dispatcher
         try:
-            sent = self.frontend.dispatcher.send_chunks(block, chunks)
+            sent = dispatcher.send_chunks(block, chunks)
             for (_, _, call, _), pending in zip(chunks, sent, strict=True):
                 call.pending = pending
-        except ServiceError as error:
-            for _, _, call, end in chunks:
-                if end is not None:
-                    end()
-                self.fail_or_search(call, error)
+        except ServiceError:  # of an engine or a chunk that others have nothing to do with
+            for request, data, call, end in chunks:
+                try:
+                    call.pending = dispatcher.send(request, data, call, end)
+                except ServiceError as error:
+                    if end is not None:
+                        end()
+                    self.fail_or_search(call, error)
 
     def _write_answers(self) -> None:
         """Write the answers of the tick, and send each socket its replies together."""

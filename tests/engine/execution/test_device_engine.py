@@ -185,6 +185,8 @@ def test_prepared_model_is_served_until_it_is_closed(engine: DeviceEngine, encod
     assert metrics.weight_bytes.values[WORDS.labels] == [encoders[WORDS].weight_bytes()], "the older version is still served"
     engine.close(WORDS)
     assert WORDS.labels not in metrics.weight_bytes.values
+    engine.count_ended()
+    assert WORDS.labels not in metrics.tokens.values
 
 
 @pytest.mark.parametrize("key", [WORDS, SENSORS])

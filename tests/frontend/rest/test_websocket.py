@@ -17,6 +17,7 @@ from service.errors import SessionConflict
 from service.frontend.rest.websocket import ChunkRunner
 from service.ipc.messages.inference import Request
 from service.ipc.messages.sessions import EndSession
+from service.ipc.session_placement import engine_of_session
 from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess, in_process
 from tests.raw_websocket import connection
 from tests.serving import check_unharmed, eventually
@@ -138,6 +139,21 @@ def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> N
         eventually(lambda: engine.cancelled == cancelled + 1)
         eventually(lambda: isinstance(engine.last_call, EndSession))
     assert local.metric("seqserve_requests_total", outcome="client_gone") == gone + 1
+
+
+def test_chunk_of_a_lost_engine_is_refused_alone(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the chunk of another engine leaves in the same tick."""
+    names = [next(name for name in map(str, range(99)) if engine_of_session(name, 2) == place) for place in (0, 1)]
+    with (
+        open_stream(local, f"{MODEL}&session={names[0]}") as kept,
+        open_stream(local, f"{MODEL}&session={names[1]}") as lost,
+        monkeypatch.context() as patches,
+    ):
+        assert [send(stream, {"input": [ROW]})["session"]["steps"] for stream in (kept, lost)] == [1, 1]
+        patches.setattr(local.frontend.dispatcher, "_engine_count", 2)
+        local.call(lambda: list(map(ClientConnection.send, (kept, lost), [struct.pack("<3f", *ROW)] * 2)))
+        replies = [json.loads(stream.recv(timeout=30)) for stream in (kept, lost)]
+    assert (replies[0].get("session"), replies[1].get("code")) == ({"id": names[0], "steps": 2}, "engine_lost")
 
 
 @pytest.mark.parametrize("method", ["build", "write"])
