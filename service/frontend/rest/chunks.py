@@ -15,13 +15,7 @@ from service.frontend.rest.infer import check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.runner import DecodedRequest
-from service.frontend.run.validation import (
-    MAX_SESSION_STEPS,
-    PackedInputs,
-    check_empty_chunk,
-    pack_input,
-    resolve_deadline_ms,
-)
+from service.frontend.run.validation import MAX_SESSION_STEPS, PackedInputs, check_empty_chunk, pack_input, resolve_deadline_ms
 from service.ipc.blocks import block_key
 from service.ipc.messages.inference import Request
 from service.modeling.spec import ModelSpec

@@ -47,11 +47,7 @@ from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, resolve_session
-from service.frontend.run.validation import (
-    PackedInputs,
-    check_empty_chunk,
-    pack_input,
-)
+from service.frontend.run.validation import PackedInputs, check_empty_chunk, pack_input
 from service.ipc.blocks import block_key
 from service.ipc.messages.decoder import DecodeBody
 from service.ipc.messages.inference import BlockKey, Request
