@@ -47,12 +47,8 @@ class AwaitedExchange:
 
     def __init__(self, identity: RequestIdentity) -> None:
         self._identity = identity
-        self.client_left = False
+        self.disconnected = False
         self._reply: asyncio.Future[HttpReply | ServiceError] | None = asyncio.get_running_loop().create_future()
-
-    @property
-    def disconnected(self) -> bool:
-        return self.client_left
 
     @property
     def origin(self) -> RequestOrigin:
