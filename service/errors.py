@@ -100,18 +100,7 @@ class SessionConflict(ServiceError):
     """
 
     code = "session_conflict"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str | None = None,
-        retry_after: int | None = None,
-        steps: int | None = None,
-        elsewhere: tuple[str, str, int] | None = None,
-    ) -> None:
-        super().__init__(message, field=field, retry_after=retry_after, steps=steps)
-        self.elsewhere = elsewhere
+    elsewhere: tuple[str, str, int] | None = None
 
 
 class SessionUnreachable(ServiceError):

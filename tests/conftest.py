@@ -134,6 +134,13 @@ def _fail_skipped(report: pytest.TestReport | pytest.CollectReport, config: pyte
         report.longrepr = f"SEQSERVE_TEST_ALL is 1, and this test was skipped. {reason}"
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A models folder with the model `words`."""
+    models.words(tmp_path / "models")
+    return tmp_path / "models"
+
+
 @pytest.fixture(scope="module")
 def examples() -> Iterator[None]:
     """Let tests import the modules of `examples`."""

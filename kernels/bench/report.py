@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from kernels.bench.peaks import Peaks
-from kernels.bench.tables import aligned, three_digits
+from kernels.bench.tables import aligned
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
 from kernels.device_name import device_name as device_name  # the scenarios of the load tests name machines as reports do
@@ -138,8 +138,7 @@ def _extra(measurements: Sequence[Measurement], name: str) -> list[list[str]]:
 def _cell(spread: Spread | None, fastest: float) -> str:
     if spread is None:
         return "-"
-    low, median, high = map(three_digits, (spread.p10_us, spread.median_us, spread.p90_us))
-    return f"{'*' if spread.median_us == fastest else ' '}{median} ({low}-{high})"
+    return f"{'*' if spread.median_us == fastest else ' '}{spread}"
 
 
 def versions(device: torch.device) -> dict[str, str]:

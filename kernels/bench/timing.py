@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.bench.tables import three_digits
+
 COPIES = 20
 GRAPH_S = 2e-3
 """Duration of a graph above which more copies hardly improve the timing."""
@@ -38,6 +40,10 @@ class Spread:
     p10_us: float
     p90_us: float
     repetitions: int
+
+    def __str__(self) -> str:
+        low, median, high = map(three_digits, (self.p10_us, self.median_us, self.p90_us))
+        return f"{median} ({low}-{high})"
 
 
 def spread(seconds: Sequence[float]) -> Spread:

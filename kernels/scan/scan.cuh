@@ -91,7 +91,6 @@ struct Encoder {
 
     __device__ int group() const { return thread / UNITS; }
     __device__ int column() const { return thread % UNITS; }
-    __device__ bool is_last_group() const { return group() == GROUPS - 1; }
     __device__ bool pools() const { return call.mean || call.max; }
     __device__ float first_cell(int row) const {
         const float* before = call.before[stream.direction];

@@ -38,7 +38,8 @@ class TextClassifier(nn.Module):
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vectors = weights["layers.0.weight"]
         self._embedding = nn.Embedding(vectors.shape[0], vectors.shape[1], _weight=vectors)
-        layer, parameters = model["layers"][1], _under("layers.1.", weights)
+        layer, prefix = model["layers"][1], "layers.1."
+        parameters = {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
         self._encoder = _ENCODERS[layer["kind"]](layer, parameters)
         self._head = nn.Linear(*weights["head.weight"].shape)
         self.requires_grad_(False)
@@ -111,7 +112,3 @@ _ENCODERS: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], nn.Module]] =
 def _beyond(lengths: Tensor, steps: int) -> Tensor:
     """Return (rows, steps), True for steps beyond the length of their row."""
     return torch.arange(steps) >= lengths[:, None]
-
-
-def _under(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}

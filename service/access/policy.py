@@ -7,7 +7,6 @@ that name. The browser then sends the Origin of the page, and the Host is that o
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 from pathlib import Path
 
 from service.access.caller import ANYBODY, LOCAL, Caller
@@ -34,13 +33,9 @@ class AccessPolicy:
         # A page in a browser has no key.
         self._any_host = ANY_HOST in hosts or (self._keys is not None and not hosts)
         self._hosts = LOOPBACK_NAMES | hosts
-        self._origins = _listed(settings.allowed_origins)
+        self.origins = _listed(settings.allowed_origins)
+        """The origins that browsers may send requests from, besides the service's own."""
         self.generation = 0
-
-    @property
-    def origins(self) -> Iterable[str]:
-        """Return the origins that browsers may send requests from, besides the service's own."""
-        return self._origins
 
     def identify(self, host: str, origin: str | None, authorization: str | None) -> Caller:
         """Return the caller of a request with these headers.
@@ -54,7 +49,7 @@ class AccessPolicy:
         """Raise Forbidden for a host or an origin that is not allowed."""
         if not self._any_host and _name(host) not in self._hosts:
             raise Forbidden("the Host of the request is not one of this service: add it to SEQSERVE_ALLOWED_HOSTS")
-        if origin is None or origin.lower() in self._origins or origin.lower().partition("://")[2] == host.lower():
+        if origin is None or origin.lower() in self.origins or origin.lower().partition("://")[2] == host.lower():
             return
         raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
 

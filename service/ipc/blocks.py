@@ -152,7 +152,8 @@ def join_blocks(frames: Sequence[Frame], most: int) -> list[Frame]:
     joined, alike, sequences, key = list[Frame](), list[Frame](), 0, b""
     for frame in frames:
         block = frame.message
-        if isinstance(block, RequestBlock) and _is_joinable(block, frame):
+        small = len(frame.tail) <= MOST_JOINED_BYTES
+        if small and isinstance(block, RequestBlock) and not (block.timed or block.state_bytes):
             if block.key != key or sequences + block.sequences > most:
                 joined += _joined(alike)
                 alike, sequences, key = [], 0, block.key
@@ -163,10 +164,6 @@ def join_blocks(frames: Sequence[Frame], most: int) -> list[Frame]:
             joined.append(frame)
             alike, sequences = [], 0
     return joined + _joined(alike)
-
-
-def _is_joinable(block: RequestBlock, frame: Frame) -> bool:
-    return not (block.timed or block.state_bytes or len(frame.tail) > MOST_JOINED_BYTES)
 
 
 def _joined(alike: list[Frame]) -> list[Frame]:

@@ -278,7 +278,8 @@ class Channel:
                     break
                 message = _decoder.decode(view[begin : begin + packed_length])
                 tail = bytes(view[begin + packed_length : end])
-                frames.append(Frame(message, id, tail, self._take_socket() if type(message) is Attach else None))
+                attached = socket.socket(fileno=self._sockets.popleft()) if type(message) is Attach else None
+                frames.append(Frame(message, id, tail, attached))
                 start = end
         if follows:
             del self._received[:start]
@@ -298,9 +299,6 @@ class Channel:
         end = HEADER.size + packed_length
         message = _decoder.decode(large.memory[HEADER.size : end])
         return [Frame(message, id, large.memory[end:].toreadonly())]
-
-    def _take_socket(self) -> socket.socket:
-        return socket.socket(fileno=self._sockets.popleft())
 
     @staticmethod
     def _close_all(descriptors: list[int] | deque[int]) -> None:

@@ -25,15 +25,15 @@ class SuspectTurns:
 
     def take(self, place: int) -> bool:
         """Return whether this frontend may run a suspect in an engine now. If not, the caller asks again later, or gives up its place."""
-        if not self._lock(_next(place)) or not self._lock(_running(place)):
+        if not self._lock(2 * place + 1) or not self._lock(2 * place):
             return False
-        self._unlock(_next(place))
+        self._unlock(2 * place + 1)
         return True
 
     def give_back(self, place: int) -> None:
         """Note that no suspect of this frontend runs in an engine, or is next."""
-        self._unlock(_running(place))
-        self._unlock(_next(place))
+        self._unlock(2 * place)
+        self._unlock(2 * place + 1)
 
     def _lock(self, byte: int) -> bool:
         """Return whether this process holds a lock, which it may have held before."""
@@ -47,11 +47,3 @@ class SuspectTurns:
     def _unlock(self, byte: int) -> None:
         if self.descriptor >= 0:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, byte)
-
-
-def _running(place: int) -> int:
-    return 2 * place
-
-
-def _next(place: int) -> int:
-    return 2 * place + 1

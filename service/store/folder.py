@@ -151,7 +151,7 @@ class FolderStore:
             # Only a store that has lost its data begins a session anew that it does not know.
             if not message.begins or (record is not None and message.replaces):
                 return TakenSession(TakeOutcome.ABSENT)
-        elif not (_is_replaced(record, message) or _is_begun(record, state, message)):
+        elif not ((message.replaces and record.turn == message.replaces) or _is_begun(record, state, message)):
             ended = record.ended or ("" if state else "lost")
             _write(file, _Record(FORMAT_VERSION, self._replica, message.ownership, record.begun, ended=ended), state)
             if ended:
@@ -288,10 +288,6 @@ def _read(file: str) -> tuple[_Record | None, bytes]:
     except msgspec.DecodeError:
         return _Record(FORMAT_VERSION), b""
     return record, state if record.check == _check(state) else b""
-
-
-def _is_replaced(record: _Record, message: TakeSession) -> bool:
-    return bool(message.replaces) and record.turn == message.replaces
 
 
 def _is_begun(record: _Record, state: bytes, message: TakeSession) -> bool:

@@ -47,7 +47,8 @@ class ChangeQueue(Generic[Sender]):
         """Add a change. Returns the save that does not happen: an older save of the session, or this one if too many bytes wait."""
         name = queued.change.message.session
         changes = self._urgent.get(name) or self._others.get(name, [])
-        replaced = changes[-1] if changes and _replaces(queued, changes[-1]) else None
+        saves = changes and all(isinstance(each.change.message, SaveSession) for each in (queued, changes[-1]))
+        replaced = changes[-1] if saves else None
         added = len(queued.change.state) - (0 if replaced is None else len(replaced.change.state))
         if added > 0 and self._bytes + added > MAX_WAITING_BYTES:
             return queued
@@ -72,7 +73,3 @@ class ChangeQueue(Generic[Sender]):
             size += sum(len(queued.change.state) for queued in changes)
         self._bytes -= size
         return batch
-
-
-def _replaces(newer: Queued[Sender], older: Queued[Sender]) -> bool:
-    return isinstance(newer.change.message, SaveSession) and isinstance(older.change.message, SaveSession)

@@ -43,11 +43,11 @@ Addresses = Ports[str]
 
 def open_sockets(settings: Settings) -> ListeningSockets:
     """Return the listening sockets; raises StartError."""
-    host = settings.host
+    host, family = settings.host, socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     ports = {"--host or --port": settings.port, "--admin-port": settings.admin_port, "--health-port": settings.health_port}
     with ExitStack() as on_error:
         http, admin, health = [
-            None if port == OFF else on_error.enter_context(_open_http(host, port, f"choose another with {flag}"))
+            None if port == OFF else on_error.enter_context(_listen(family, host, port, f"choose another with {flag}"))
             for flag, port in ports.items()
         ]
         assert http is not None, "this port cannot be off"
@@ -62,10 +62,6 @@ def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     return Ports(
         _address(http, settings.host), *(None if other is None else _address(other, settings.host) for other in others)
     )
-
-
-def _open_http(host: str, port: int, way_out: str) -> socket.socket:
-    return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, way_out)
 
 
 def _open_grpc(host: str, port: int) -> socket.socket:

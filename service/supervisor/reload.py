@@ -238,7 +238,7 @@ class ModelReloader:
         aliases = await self._read(self._repository.aliases)
         await self._prepare([version for version in selected if version not in self.manifest.model_versions])
         self._forget_reasons(name)
-        await self._switch(sorted([*others, *selected], key=_manifest_order), aliases)
+        await self._switch(sorted([*others, *selected], key=lambda version: (version.name, int(version.version))), aliases)
         if policy is not None:
             self._policies[name] = policy
 
@@ -420,7 +420,3 @@ async def _run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError:
             caller.uncancel()
     task.result()
-
-
-def _manifest_order(model_version: ModelVersion) -> tuple[str, int]:
-    return model_version.name, int(model_version.version)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.access.refused_keys import DELAY_SECONDS, FREE_REFUSALS, MAX_ADDRESSES, MAX_WAITING, WINDOW_SECONDS, RefusedKeys
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture

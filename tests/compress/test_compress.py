@@ -28,12 +28,6 @@ def convert(root: Path, model: str, precision: str, **options: Any) -> tuple[Pat
     return compress.compress(settings(root), model, precision, **options)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    models.words(tmp_path / "models")
-    return tmp_path / "models"
-
-
 @pytest.mark.parametrize(
     "name, precision, chooses", [("words", "int8", True), ("forecaster", "bfloat16", False), ("tagger", "float16", True)]
 )

@@ -19,6 +19,7 @@ from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
+from tests.clock import Clock
 from tests.engine.batching.harness import MODEL, OTHER, FakeEngine
 
 
@@ -64,24 +65,24 @@ def test_lack_of_memory_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_model_is_due_once_in_a_while() -> None:
-    now, engine = [0.0], FakeEngine()
-    known = KnownAnswers(engine, lambda: now[0])
+    clock, engine = Clock(), FakeEngine()
+    known = KnownAnswers(engine, clock)
     assert known.next_model() is None, "the first requests do not wait for a check"
-    now[0] += CHECK_SECONDS
+    clock.now += CHECK_SECONDS
     assert {known.next_model(), known.next_model()} == {MODEL, OTHER} and known.next_model() is None
-    now[0] += CHECK_SECONDS - 1
+    clock.now += CHECK_SECONDS - 1
     assert known.next_model() is None
-    now[0] += 1
+    clock.now += 1
     engine.close(OTHER)
     assert known.next_model() == MODEL and known.next_model() is None
 
 
 def test_version_that_is_loaded_again_has_a_new_answer() -> None:
-    now, engine = [0.0], Answering([0.5], [0.9])
-    known = KnownAnswers(engine, lambda: now[0])
+    clock, engine = Clock(), Answering([0.5], [0.9])
+    known = KnownAnswers(engine, clock)
     known.check(MODEL)
     engine.served = [again := MODEL._replace(generation=MODEL.generation + 1)]
-    now[0] += CHECK_SECONDS
+    clock.now += CHECK_SECONDS
     assert known.next_model() == again
     known.check(again)
 

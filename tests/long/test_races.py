@@ -408,7 +408,7 @@ class Story:
         dispatcher = self.dispatcher
         [connection] = dispatcher._connections
         held = {"requests": dispatcher.has_requests_of(MODEL), "bytes": connection.pending_bytes}
-        held |= {"deadlines": len(dispatcher._deadlines._slots), "predicted seconds": len(connection._wait._prices)}
+        held |= {"deadlines": len(dispatcher._deadlines._slots), "predicted seconds": len(connection.wait._prices)}
         return [f"the frontend holds {figure} {name}" for name, figure in held.items() if figure]
 
 

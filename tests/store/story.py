@@ -370,14 +370,9 @@ class Story:
         self.away, self.heals = False, True
         for replica in self.replicas:
             replica.running = True
-        for round in range(60):
-            for name in NAMES if round > 30 else ():
+        for round in range(90):
+            for name in NAMES if 30 < round < 60 else ():
                 self.chunk(name)
-            for replica in self.replicas:
-                replica.everything()
-            self.read_replies()
-            self.now += 0.3
-        for _ in range(30):
             for replica in self.replicas:
                 replica.everything()
             self.read_replies()

@@ -60,12 +60,6 @@ class Supervised:
         return {labels[0]: values[0] for labels, values in self.metrics.snapshot()["seqserve_model_changes"] if values[0]}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    models.words(tmp_path / "models")
-    return tmp_path / "models"
-
-
 def run(scenario: Callable[[Supervised], Coroutine[Any, Any, None]], root: Path, **settings: Any) -> None:
     async def within() -> None:
         supervised = Supervised(root, **settings)

@@ -25,7 +25,6 @@ from service.supervisor import supervisor
 from service.supervisor.process import Child
 from service.supervisor.supervisor import FORGIVEN_SECONDS, LONGEST_DELAY_SECONDS, STARTS_ALLOWED, Supervisor
 from service.supervisor.trials import MAX_ENDS, Trials
-from tests import models
 from tests.supervisor.fakes import FakeChild
 
 
@@ -74,12 +73,6 @@ class Started:
         self.supervisor._sockets.close()
         for journal in self.supervisor._journals.values():
             journal.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    models.words(tmp_path / "models")
-    return tmp_path / "models"
 
 
 @pytest.fixture

@@ -34,10 +34,6 @@ _LSTM_LOOPS = (
 )
 
 
-def _outside_the_grid(workload: Workload) -> bool:
-    return not workload.in_grid
-
-
 def _layer_in_grid(workload: Workload) -> bool:
     return workload.in_grid and workload.kind == "layer"
 
@@ -50,7 +46,7 @@ def _small_or_one_long_row(workload: Workload) -> bool:
 _DEFAULT_STREAM = "its kernel is launched on the default stream"
 _SRU_PACKAGE = Baseline("sru package", sru_package, eager_only=_DEFAULT_STREAM, condition=_small_or_one_long_row)
 _SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package_over_ids, CPU, over_ids=True)
-_SCAN_STEPS = (Baseline("torch by step", scan_steps, condition=_outside_the_grid),)
+_SCAN_STEPS = (Baseline("torch by step", scan_steps, condition=lambda workload: not workload.in_grid),)
 _QRNN_SCANS = (
     Baseline("torch gates, scan", qrnn_scan, CPU),
     Baseline("embedding, torch gates, scan", qrnn_scan_over_ids, CPU, over_ids=True),

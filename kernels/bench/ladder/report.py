@@ -66,21 +66,14 @@ def _line(climb: Climb, step: Step) -> list[str]:
     rate = climb.rate(step.called)
     return [
         str(step.rung),
-        _time(step.called),
+        str(step.called),
         three_digits(2 * rate / 1e3),
         "-" if climb.peak is None else f"{100 * rate / climb.peak:.2g} %",
         _ratio(climb.speedup(step.called)),
-        _time(step.in_graph),
+        "-" if step.in_graph is None else str(step.in_graph),
         _ratio(climb.speedup(step.in_graph, in_graph=True)),
         _ratio(step.rung.published),
     ]
-
-
-def _time(spread: Spread | None) -> str:
-    if spread is None:
-        return "-"
-    low, median, high = map(three_digits, (spread.p10_us, spread.median_us, spread.p90_us))
-    return f"{median} ({low}-{high})"
 
 
 def _ratio(value: float | None) -> str:

@@ -119,7 +119,7 @@ class Arrivals:
                 self._refuse(block, index, error)
             except Exception:
                 for arrived in range(len(handles)):
-                    self._sessions.turn_away(_with_handles(block, handles), arrived)
+                    self._sessions.skip(_with_handles(block, handles), arrived, queued=False)
                 raise
         return _with_handles(block, handles) if handles else None
 

@@ -14,8 +14,6 @@ from service.ipc.blocks import COUNT
 from service.ipc.messages.inference import MAX_RUNS, BatchRun
 
 PER_SEQUENCE = ("scores", "picks", "embedding", "sequence")
-
-
 EMPTY = BlockResult(None, None, None, None, b"")
 NOT_FINITE = EMPTY._replace(is_finite=False)
 """The result of requests with states that led to values that are not finite."""

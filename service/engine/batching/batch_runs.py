@@ -196,7 +196,7 @@ class BatchRuns(RunningBatches):
         if moves is not None:
             self._keep(running, moves, kept, ready)
             # The chunks of a session leave from the newest to the oldest.
-            for block, index in sorted([request for request in failed if request[0].sessions], key=arrival_of, reverse=True):
+            for block, index in sorted(failed, key=arrival_of, reverse=True):
                 self._sessions.skip(block, index)
 
     def _answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> bool:

@@ -117,7 +117,7 @@ class Batcher:
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
             block.owner.refuse(refused.ids, refused.error)
             for id in refused.ids if block.handles is not None else ():
-                self.sessions.turn_away(block, block.ids.index(id))
+                self.sessions.skip(block, block.ids.index(id), queued=False)
 
     def cancel(self, owner: BlockOwner, id: int) -> None:
         """Drop the request of a client that has disconnected. The owner ignores answers that nothing waits for."""
@@ -194,7 +194,7 @@ class Batcher:
             if dropped is not None:
                 self._runs.leave(*dropped)
             elif block.handles is not None:
-                self.sessions.turn_away(block, index)
+                self.sessions.skip(block, index, queued=False)
 
     def _withdraw_chunks(self, session: Session, after: int) -> list[BlockRequest]:
         """See `Sessions`."""

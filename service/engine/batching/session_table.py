@@ -330,8 +330,10 @@ def _other_version(session: Session, chunk: ArrivingChunk) -> SessionConflict:
     message = (
         f"session {session_id(session.id)!r} belongs to {key.name} version {key.version}: name that version, or another session"
     )
-    meant = key.labels == chunk.key.labels or (key.name == chunk.key.name and not chunk.options.exactly)
-    return SessionConflict(message, field="session", elsewhere=key if meant else None)
+    error = SessionConflict(message, field="session")
+    if key.labels == chunk.key.labels or (key.name == chunk.key.name and not chunk.options.exactly):
+        error.elsewhere = key
+    return error
 
 
 def _digest(id: str) -> bytes:

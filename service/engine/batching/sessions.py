@@ -176,30 +176,21 @@ class Sessions:
         elif self.stored is not None:
             self.stored.answered(session)
 
-    def skip(self, block: QueuedBlock, index: int) -> None:
-        """Free the states of a request that has left without an answer. Chunks of its session that arrived after it are refused."""
-        assert block.handles is not None
-        if not block.sessions:
-            close_handles(self._states, block, index)
-            return
-        session = self._table.of_handle(int(block.handles[index]))
-        later = self._withdraw(session, int(block.orders[index]))
-        self._remove(session, [(block, index), *later])
-        self._refuse_chunks(
-            session,
-            later,
-            f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order",
-        )
-        self.leave(session)
+    def skip(self, block: QueuedBlock, index: int, *, queued: bool = True) -> None:
+        """Free the states of a request that has left without an answer. Chunks of its session that arrived after it are refused.
 
-    def turn_away(self, block: QueuedBlock, index: int) -> None:
-        """Free the states of a request that was refused before it was queued."""
+        queued: false for a request that was refused before it was queued, so that no chunk has arrived after it.
+        """
         assert block.handles is not None
         if not block.sessions:
             close_handles(self._states, block, index)
             return
         session = self._table.of_handle(int(block.handles[index]))
-        self._remove(session, [(block, index)])
+        later = self._withdraw(session, int(block.orders[index])) if queued else []
+        self._remove(session, [(block, index), *later])
+        if queued:
+            message = f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
+            self._refuse_chunks(session, later, message)
         self.leave(session)
 
     def leave(self, session: Session) -> None:

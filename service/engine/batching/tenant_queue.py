@@ -23,8 +23,6 @@ place there; the place of its request there, and among all arrivals; its state h
 NO_HANDLE = -1
 NO_ROWS: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
 NO_TIMES: NDArray[np.float64] = np.empty(0)
-
-
 MOST_COMPARED = 64
 """Blocks that are compared one by one. A longer queue is put in order as a table."""
 FIRST_DUE, LAST_DUE = attrgetter("first_due"), attrgetter("last_due")

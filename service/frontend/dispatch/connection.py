@@ -39,8 +39,6 @@ from service.metrics import Metrics
 
 DEADLINE_RESOLUTION_SECONDS = 0.005
 """A deadline is noticed at most this late."""
-
-
 REQUEST_BYTES = 64
 """About how many bytes a request takes in the channel besides its values."""
 MOST_COPIED = REQUEST_BYTES + MAX_COPIED_BYTES
@@ -216,6 +214,7 @@ class PredictedWait:
             self._frames.popleft()
 
     def seconds(self, now: float) -> float:
+        """Return how long a request sent now is expected to wait before it runs."""
         return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
 
 
@@ -253,7 +252,8 @@ class EngineConnection:
         self._deadlines = deadlines
         self._clock = clock
         self._owner = owner
-        self._wait = PredictedWait()
+        self.wait = PredictedWait()
+        """The wait to expect here."""
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             AnswerBlock: self._handle_answers,
             Backlog: self._handle_backlog,
@@ -284,10 +284,6 @@ class EngineConnection:
         """Return the bytes of all requests and calls that the engine has not answered."""
         return self._pending_bytes + self.rpc.pending_bytes
 
-    def wait_seconds(self, now: float) -> float:
-        """Return how long a request sent now is expected to wait here before it runs."""
-        return self._wait.seconds(now)
-
     def submit(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests of one block. Their receivers get the answers, or the error of a request that the engine refuses."""
         key, sessions, prices = requests[0].block, self._session_blocks, dict[int, float]()
@@ -317,7 +313,7 @@ class EngineConnection:
             if size > MOST_COPIED:
                 self._send_blocks()
                 block = None
-        self._wait.add(prices)
+        self.wait.add(prices)
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
@@ -332,7 +328,7 @@ class EngineConnection:
         """Remove a request from the pending requests and from the predicted wait."""
         if self.pending.pop(pending.id, None) is not None:
             self._pending_bytes -= pending.size
-            self._wait.drop((pending.id,))
+            self.wait.drop((pending.id,))
         if pending is self.suspect:
             self._end_suspect()
 
@@ -359,7 +355,7 @@ class EngineConnection:
             self._owner.engine_met(self)
 
     def _handle_backlog(self, frame: Frame, backlog: Backlog) -> None:
-        self._wait.report(backlog.seconds, backlog.frames, self._clock())
+        self.wait.report(backlog.seconds, backlog.frames, self._clock())
 
     def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
         requests, answers = list[PendingRequest](), list[tuple[Answer, Buffer]]()
@@ -374,7 +370,7 @@ class EngineConnection:
                     self._end_suspect()
                 if request.on_end is not None:
                     request.on_end()
-        self._wait.drop([request.id for request in requests])
+        self.wait.drop([request.id for request in requests])
         self._deadlines.discard(requests)
         for request, (answer, data) in zip(requests, answers, strict=True):
             request.receiver.answered(answer, data)
@@ -414,7 +410,7 @@ class EngineConnection:
             if block:
                 frame, following = encode_block(key, list(block.values()), timed=key in timed)
                 self._channel.send(frame, following=following)
-                self._wait.sent(list(block), self._channel.frames_sent)
+                self.wait.sent(list(block), self._channel.frames_sent)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)

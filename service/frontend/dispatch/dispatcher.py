@@ -343,7 +343,7 @@ class Dispatcher:
         if len(engines) == 1:
             return engines[0]
         now = self._clock()
-        chosen = min(engines, key=lambda engine: engine.wait_seconds(now))
+        chosen = min(engines, key=lambda engine: engine.wait.seconds(now))
         self._ready.remove(chosen)
         self._ready.append(chosen)
         return chosen

@@ -245,10 +245,8 @@ class UnaryCall(Struct, eq=False):
             head = replace(head, deadline=self.deadline)
         try:
             self.running = application.infer.start(head, message, self, arrived)
-        except ServiceError as error:
-            self.respond_error(error)
         except Exception as error:
-            self.respond_error(application.frontend.internal_error(error))
+            self.respond_error(application.frontend.error_for(error))
         else:
             if self.running is None:
                 return False

@@ -90,7 +90,7 @@ class GrpcCall:
         """Cancel the handler, and end the call with a status if the client still waits for one."""
         self._cancelled, self._cancel_status = True, status
         for exchange in self._exchanges:
-            exchange.client_left = status is not CUT_OFF
+            exchange.disconnected = status is not CUT_OFF
         if self._runs:  # the cancelled task would otherwise not even begin: neither free the request nor send the status
             self._task.cancel()
 
@@ -154,10 +154,8 @@ class GrpcCall:
             status = ended.status
         except (asyncio.CancelledError, ClientDisconnected):
             status = self._cancel_status or CallStatus(grpc.StatusCode.CANCELLED)
-        except ServiceError as error:
-            status = error_status(error)
         except Exception as error:
-            status = error_status(frontend.internal_error(error))
+            status = error_status(frontend.error_for(error))
         finally:
             self._reader.close()
         if self.scope in AUDITED:

@@ -125,10 +125,8 @@ class InferStream:
                     if not started:
                         runner.abandon(GONE if exchange.disconnected else CUT_OFF)
                     raise
-        except ServiceError as error:
-            return _error_reply(data, error)
         except Exception as error:
-            return _error_reply(data, runner.frontend.internal_error(error))
+            return _error_reply(data, runner.frontend.error_for(error))
         return _StreamReply(reply.content)
 
     async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:

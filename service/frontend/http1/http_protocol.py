@@ -371,10 +371,8 @@ class HttpProtocol(LimitedParser):
         self.trace_headers = ()
         try:
             self._call = endpoint.start(head, body, self, arrived)
-        except ServiceError as error:
-            self.respond_error(error)
         except Exception as error:
-            self.respond_error(self.hot_path.frontend.internal_error(error))
+            self.respond_error(self.hot_path.frontend.error_for(error))
         else:
             if self._call is None:
                 self._pass_on(data)

@@ -446,7 +446,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             if taking and not self._taking:
                 self.phase_began = self.loop.time()
             self._taking = taking
-        reading = taking or self._may_read_ahead()
+        waits = self._receiver is not None and self.writable.is_set() and not (self._draining or self.close_sent)
+        reading = taking or (waits and len(self.conn.reader.buffer) < READ_AHEAD_BYTES)  # ahead, for the receiver
         if reading == self._reading or self.transport.is_closing():
             return
         self._reading = reading
@@ -454,11 +455,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
         else:
             self.transport.pause_reading()
-
-    def _may_read_ahead(self) -> bool:
-        """Return whether bytes may be read that wait for the receiver."""
-        waits = self._receiver is not None and self.writable.is_set() and not (self._draining or self.close_sent)
-        return waits and len(self.conn.reader.buffer) < READ_AHEAD_BYTES
 
     def _count_ping(self) -> None:
         """Count a ping or a pong, which costs a client nothing."""

@@ -70,7 +70,13 @@ class RepositoryLoadJson(msgspec.Struct):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add the protocol's routes."""
     _add_infer(router, frontend)
-    _add_server(router, frontend)
+
+    @router.get("/v2/", include_in_schema=False)
+    @router.get("/v2")
+    async def server_metadata(request: Request) -> Response:
+        """Return the name and version of the server and the supported protocol extensions."""
+        return respond_json(frontend, metadata.server_metadata())
+
     _add_models(router, frontend)
     _add_repository(router, frontend)
 
@@ -93,14 +99,6 @@ def _add_infer(router: APIRouter, frontend: Frontend) -> None:
         router.add_api_route(
             path + "/infer", infer, methods=["POST"], responses={200: {"content": _INFER_RESPONSE}}, openapi_extra=description
         )
-
-
-def _add_server(router: APIRouter, frontend: Frontend) -> None:
-    @router.get("/v2/", include_in_schema=False)
-    @router.get("/v2")
-    async def server_metadata(request: Request) -> Response:
-        """Return the name and version of the server and the supported protocol extensions."""
-        return respond_json(frontend, metadata.server_metadata())
 
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:

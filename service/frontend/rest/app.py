@@ -71,10 +71,10 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    app.add_exception_handler(ServiceError, _service_error_handler(frontend))
+    app.add_exception_handler(ServiceError, _error_handler(frontend))
     app.add_exception_handler(HTTPException, _routing_error_handler(frontend, router))
     app.add_exception_handler(ClientDisconnected, _handle_disconnect)
-    app.add_exception_handler(Exception, _internal_error_handler(frontend))
+    app.add_exception_handler(Exception, _error_handler(frontend))
     # The outermost layer: Starlette answers unexpected exceptions outside of the layers that are added.
     app.build_middleware_stack = IdentifyingApp.around(app.build_middleware_stack, frontend.request_ids)  # type: ignore[method-assign]
     return app
@@ -103,10 +103,9 @@ def _path(route: BaseRoute) -> str:
     return route.path
 
 
-def _service_error_handler(frontend: Frontend) -> Handler:
+def _error_handler(frontend: Frontend) -> Handler:
     async def handle(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ServiceError)
-        return respond_error(frontend, error)
+        return respond_error(frontend, frontend.error_for(error))
 
     return handle
 
@@ -129,13 +128,6 @@ def _allowed_methods(request: Request, router: APIRouter) -> set[str]:
     routes = [route for route in (*request.app.routes, *router.routes) if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in matching for method in route.methods or ()}
-
-
-def _internal_error_handler(frontend: Frontend) -> Handler:
-    async def handle(request: Request, error: Exception) -> Response:
-        return respond_error(frontend, frontend.internal_error(error))
-
-    return handle
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:

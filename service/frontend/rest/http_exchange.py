@@ -250,7 +250,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T], e
         if not watcher.cancelled() and not done:
             disconnected = True
             if exchange is not None:
-                exchange.client_left = True
+                exchange.disconnected = True
             task.cancel()
 
     done, watcher = False, asyncio.ensure_future(_wait_for_disconnect(request))

@@ -31,7 +31,11 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.get("/models")
     async def models(request: Request) -> Response:
         """List the served models. Each version has the kernels that run it, and each that cannot be served has the reason."""
-        return respond_json(frontend, {"models": _list_models(frontend), "unavailable": _list_unavailable(frontend)})
+        unavailable = [
+            {"name": entry.name, "version": entry.version or None, "ready": False, "reason": entry.reason}
+            for entry in frontend.catalog.unavailable
+        ]
+        return respond_json(frontend, {"models": _list_models(frontend), "unavailable": unavailable})
 
     @router.get(
         "/models/{name}/card",
@@ -44,13 +48,6 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         query = CardQuery.parse(request.query_params.multi_items())
         model = frontend.catalog.find(request.path_params["name"], query.version)
         return respond(frontend, model.card, MARKDOWN)
-
-
-def _list_unavailable(frontend: Frontend) -> list[dict[str, Any]]:
-    return [
-        {"name": entry.name, "version": entry.version or None, "ready": False, "reason": entry.reason}
-        for entry in frontend.catalog.unavailable
-    ]
 
 
 def _list_models(frontend: Frontend) -> list[dict[str, Any]]:

@@ -58,8 +58,6 @@ MAX_IN_FLIGHT = 32
 """Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
 MAX_TOGETHER, CHUNK_COST = 8192, 128
 """Most bytes of chunks that are sent together, and the bytes as which a chunk counts besides its own."""
-
-
 _UnsentChunk = tuple[Request, bytes, RunningRequest, Callable[[], None] | None]
 """The arguments of `Dispatcher.send`."""
 
@@ -125,10 +123,8 @@ class ChunkRunner(InferRunner):
             if chunks is None:
                 chunks = blocks[block] = []
             chunks.append((request, data, call, end))
-        except ServiceError as error:
-            self.fail_or_search(call, error)
         except Exception as error:
-            self.fail(call, self.frontend.internal_error(error))
+            self.fail_or_search(call, self.frontend.error_for(error))
 
     def _send_chunks(self, block: BlockKey, chunks: list[_UnsentChunk]) -> None:
         dispatcher = self.frontend.dispatcher
@@ -352,10 +348,8 @@ class _ChunkStream:
         self._submitted = True
         try:
             reply.call = self.chunks.run(chunk, reply, reply.arrived, self.caller, model)
-        except ServiceError as error:
-            reply.respond_error(error)
         except Exception as error:
-            reply.respond_error(self._frontend.internal_error(error))
+            reply.respond_error(self._frontend.error_for(error))
 
     def _handle_alone(self, handling: Coroutine[Any, Any, None]) -> None:
         def read_on(task: asyncio.Task[None]) -> None:
@@ -387,10 +381,8 @@ class _ChunkStream:
                 self._submitted = True
                 reply.call = self.chunks.run(structs.replace(chunk, pack=large.pack), reply, arrived, self.caller)
                 await self._wait_for_replies()
-        except ServiceError as error:
-            reply.respond_error(error)
         except Exception as error:
-            reply.respond_error(self._frontend.internal_error(error))
+            reply.respond_error(self._frontend.error_for(error))
         else:
             if not reply.failed and (chunk.start is not False or chunk.end):
                 self._begun = not chunk.end

@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from service.errors import ServiceError
-from service.frontend.run.origin import Header, Identity, RequestIdentity, RequestOrigin
+from service.frontend.run.origin import Header, Identity, RequestIdentity
 
 
 class ClientDisconnected(Exception):
@@ -47,20 +47,9 @@ class AwaitedExchange:
 
     def __init__(self, identity: RequestIdentity) -> None:
         self._identity = identity
-        self.client_left = False
+        self.origin, self.request_id = identity.origin, identity.request_id
+        self.disconnected = False
         self._reply: asyncio.Future[HttpReply | ServiceError] | None = asyncio.get_running_loop().create_future()
-
-    @property
-    def disconnected(self) -> bool:
-        return self.client_left
-
-    @property
-    def origin(self) -> RequestOrigin:
-        return self._identity.origin
-
-    @property
-    def request_id(self) -> bytes:
-        return self._identity.request_id
 
     @property
     def trace_headers(self) -> tuple[Header, ...]:

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from service.access.caller import Caller
-from service.errors import (
-    SERVICE_FAILED,
-    InferenceFailed,
-    ServiceError,
-    Unavailable,
-)
+from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError, Unavailable
 from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
@@ -125,6 +120,10 @@ class Frontend:
         self.catalog.forget(key)
         if not any(model.key.labels == key.labels for model in self.catalog.served):
             self.metrics.forget(*key.labels)
+
+    def error_for(self, error: Exception) -> ServiceError:
+        """Return the error that the client receives for an exception, which is logged unless it is a ServiceError."""
+        return error if isinstance(error, ServiceError) else self.internal_error(error)
 
     def internal_error(self, error: Exception) -> InferenceFailed:
         """Log an unexpected exception, and return the error for the client, which contains no detail."""

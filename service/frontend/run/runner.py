@@ -321,10 +321,8 @@ class RequestRunner(ABC):
                 call.model, call.retired = model, None
             pack = call.decoded.pack
             self._send(call, None if pack is None else await pack(call.model))
-        except ServiceError as failure:
-            self.fail_or_search(call, failure)
-        except Exception as bug:
-            self.fail(call, self.frontend.internal_error(bug))
+        except Exception as failure:
+            self.fail_or_search(call, self.frontend.error_for(failure))
 
     def _may_be_of_another_version(self, call: RunningRequest, error: ServiceError) -> bool:
         """Return whether a request to a session may have failed because the session belongs to another version.
@@ -383,22 +381,18 @@ class RequestRunner(ABC):
             if small:
                 self._write_answers_of_model(small[0].model, small)
             if len(small) < len(waiting):
-                self._start_writing([call for call in waiting if len(call.data) > LARGE_ANSWER_BYTES])
-
-    def _start_writing(self, calls: list[RunningRequest]) -> None:
-        for call in calls:
-            task = asyncio.ensure_future(self._write_large_answer(call))
-            self._writing.add(task)
-            task.add_done_callback(self._writing.discard)
+                for call in waiting:
+                    if len(call.data) > LARGE_ANSWER_BYTES:
+                        task = asyncio.ensure_future(self._write_large_answer(call))
+                        self._writing.add(task)
+                        task.add_done_callback(self._writing.discard)
 
     async def _write_large_answer(self, call: RunningRequest) -> None:
         start = time.monotonic()
         try:
             reply: HttpReply | ServiceError = await self.write_large(call.model, call)
-        except ServiceError as error:
-            reply = error
         except Exception as error:
-            reply = self.frontend.internal_error(error)
+            reply = self.frontend.error_for(error)
         if not call.disconnected:
             self._send_replies(call.model, [call], [reply], start)
 
@@ -423,7 +417,8 @@ class RequestRunner(ABC):
             replied.append(call)
             ready += call.answer.ready
             if call.decoded.timed:
-                reply = structs.replace(reply, headers=reply.headers + _timing(call, start))
+                stages = stage_seconds(call.arrived, call.sent, start, time.monotonic(), call.answer)
+                reply = structs.replace(reply, headers=reply.headers + server_timing.lines(stages))
             if reply.compress is None:
                 call.exchange.respond(reply.content, reply.headers)
             else:
@@ -441,11 +436,6 @@ class RequestRunner(ABC):
                     chosen = call.observation is not None or call.arrived < in_time
                     if chosen and not isinstance(reply, ServiceError):
                         self._report(call, OK, now, start, call.answer)
-
-
-def _timing(call: RunningRequest, start: float) -> bytes:
-    """Return the header lines that tell the time in each stage until now. start: when the reply began to be written."""
-    return server_timing.lines(stage_seconds(call.arrived, call.sent, start, time.monotonic(), call.answer))
 
 
 def _continue_only(request: Request, retired: ServiceError) -> Request:

@@ -40,7 +40,8 @@ class Refusal(Reply, frozen=True):
     @property
     def error(self) -> ServiceError:
         """Return the error as the sender raised it."""
-        if self.session_model is not None:
-            return SessionConflict(self.message, field=self.field, elsewhere=self.session_model)
         kind = BY_CODE.get(self.code, InferenceFailed)
-        return kind(self.message, field=self.field, retry_after=self.retry_after, steps=self.steps)
+        error = kind(self.message, field=self.field, retry_after=self.retry_after, steps=self.steps)
+        if isinstance(error, SessionConflict):
+            error.elsewhere = self.session_model
+        return error

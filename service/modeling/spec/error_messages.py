@@ -41,7 +41,8 @@ class _Problem(NamedTuple):
                 return f"kind is {shortened(self.context['tag'])}: use one of {self.context['expected_tags']}"
             case "union_tag_not_found":
                 return "the key kind is missing: add it"
-        return f"the value is {shortened(self.value)}: it {_requirement(self.message)}"
+        requirement = re.sub(r"^\w+ should", "should", self.message).replace(" after validation", "")
+        return f"the value is {shortened(self.value)}: it {requirement}"
 
     def _meant(self, others: Iterable[_Problem]) -> str | None:
         """Return a question for an unknown key with nearly the name of a missing key."""
@@ -77,10 +78,6 @@ def _location(parts: Location) -> Location:
         case ("head", kind, *rest) if kind in HEAD_KINDS:
             return ("head", *rest)
     return parts
-
-
-def _requirement(message: str) -> str:
-    return re.sub(r"^\w+ should", "should", message).replace(" after validation", "")
 
 
 def shortened(value: object) -> str:

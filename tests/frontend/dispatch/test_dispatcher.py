@@ -31,21 +31,12 @@ from service.ipc.messages.message import Refusal
 from service.ipc.messages.sessions import EndSession
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
+from tests.clock import Clock
 from tests.frontend.dispatch.frames import answer_frame, requests_of
 
 SECONDS_PER_TOKEN = 1.0
 LARGE = bytes(6_000)
 """Values of one request, which fill the channel."""
-
-
-class Clock:
-    """A clock that the test advances. It starts now, because deadlines use the real clock."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class EngineProcess:
@@ -299,7 +290,7 @@ async def test_request_goes_to_the_smallest_predicted_wait(dispatcher: Dispatche
 
 
 def test_reported_backlog_counts_until_its_time_has_passed() -> None:
-    clock = Clock()
+    clock = Clock(time.monotonic())
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, second_engine = await meet_two(dispatcher)

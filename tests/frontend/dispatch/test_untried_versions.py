@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from service.ipc.channel import encode
 from service.ipc.messages.inference import Release, TrialBegan, TrialEnded
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import Clock, EngineProcess, in_loop, lose, meet, meet_two, run, send, tails
+from tests.clock import Clock
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, in_loop, lose, meet, meet_two, run, send, tails
 
 UNTRIED = ModelKey("untried", "1")
 NEW: dict[str, Any] = {"model": UNTRIED.name, "version": UNTRIED.version}
@@ -88,7 +90,7 @@ def test_wait_for_the_successor_of_an_engine_ends() -> None:
         await send(dispatcher, b"untried", **NEW)
         assert await tails(second, 1) == [b"untried"]
 
-    clock = Clock()
+    clock = Clock(time.monotonic())
     run(test, places=2, clock=clock)
 
 

@@ -12,18 +12,10 @@ from service.frontend.guards.reading_turns import (
     ReadingTurn,
     ReadingTurns,
 )
+from tests.clock import Clock
 
 FRAME_SECONDS = 0.0001
 FLOODS = 500
-
-
-class Clock:
-    """Time that passes only while connections work."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Connection:
