@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from threading import Thread
 
 from service.engine.build import build_batcher, build_engine, prepare_model
 from service.engine.execution.device import DeviceLost
@@ -61,7 +62,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
     freeze_heap()
-    use_huge_pages()
+    Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # with torch's memory it takes up to a second
     metrics.observe_collections("engine")
     try:
         worker.run()

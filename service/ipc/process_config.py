@@ -124,7 +124,7 @@ def freeze_heap() -> None:
 def use_huge_pages() -> None:
     """Move the heap to huge pages, where Linux can (from 6.1 on): after a pause, a request waits for each small page that it touches.
 
-    This takes milliseconds for each huge page. Call it once, at the start.
+    This takes milliseconds for each huge page, in which other threads may run. Call it once, at the start.
     """
     if not sys.platform.startswith("linux"):
         return
