@@ -25,7 +25,7 @@ from service.settings import Settings
 PR_SET_PDEATHSIG = 1
 MADV_COLLAPSE = 25
 LARGEST_COLLAPSED_BYTES = 256 << 20
-"""Larger mappings are tables of which a request needs a few rows: it would take long to move them."""
+"""Larger mappings are tables. A request needs a few of their rows, and it would take long to move them."""
 PARENT_CHECK_SECONDS = 0.1
 DEVICE_LOST = 70
 """Exit status of an engine after a device failure."""
@@ -126,12 +126,12 @@ def use_huge_pages() -> None:
 
     This takes milliseconds for each huge page, in which other threads may run. Call it once, at the start.
     """
-    if not sys.platform.startswith("linux"):
-        return
+    try:
+        mappings = Path("/proc/self/maps").read_text()
+    except OSError:
+        return  # only Linux has the file
     libc = ctypes.CDLL(None)
-    for begin, end in re.findall(
-        r"^(\w+)-(\w+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", Path("/proc/self/maps").read_text(), re.M
-    ):
+    for begin, end in re.findall(r"^(\w+)-(\w+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", mappings, re.M):
         address, size = int(begin, 16), int(end, 16) - int(begin, 16)
         if size <= LARGEST_COLLAPSED_BYTES:
             libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_COLLAPSE)

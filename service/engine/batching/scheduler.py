@@ -44,7 +44,7 @@ NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 
 MOST_CONSIDERED = 4096
-"""A batch is chosen from this many of the sequences that may run, those that are due first, once chunks wait behind each other."""
+"""A batch is chosen from this many of the sequences that may run, in their order, once chunks wait behind each other."""
 
 
 class States(Protocol):

@@ -123,7 +123,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """The callback that parses further frames, or the turn for which they wait."""
         self._receiver: MessageReceiver | None = None
         self._between_messages = False
-        """Whether a message begins with the next byte, of which websockets' parser has read none."""
+        """Whether a message begins with the next byte, and websockets' parser has read none of it."""
         self._message_bytes = 0
         """Bytes of the frames of an incomplete message."""
         self._rate_began = 0.0

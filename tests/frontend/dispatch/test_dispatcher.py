@@ -467,7 +467,7 @@ def test_sent_requests_count_until_they_are_dropped() -> None:
     for request, rest in ((1, 0.5), (1, 0.5), (2, 0.0)):
         wait.drop([request])
         assert wait.seconds(now=60.0) == rest
-        assert len(wait._frames) == (rest > 0), "without a report, frames of which all is answered take no memory"
+        assert len(wait._frames) == (rest > 0), "frames whose requests are all answered take no memory, also without a report"
 
 
 def test_report_shrinks_with_time_to_zero_and_replaces_the_previous_one() -> None:
