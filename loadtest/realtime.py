@@ -114,7 +114,7 @@ def measure(plan: Plan, requests: Requests, count: int) -> dict[str, Any]:
         raise CannotMeasure(
             f"the load generator was late with {count} streams: it sent {behind:,} of {len(delays):,} chunks more than {limit_ms:g} ms "
             f"after their moments, at most {most_ms:.0f} ms, in {generators} processes that were busy for {busy:.0%} of the time: give it "
-            "more processes with --generators, processors of its own, or fewer streams"
+            "more processes with --generators, separate processors, or fewer streams"
         )
     if FRONTENDS in costs:
         costs["cpu_percent_a_stream"] = costs[CPU] * result.rate / count / 1e4

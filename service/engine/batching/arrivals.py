@@ -89,7 +89,7 @@ class Arrivals:
         return len(held)
 
     def _attach_states(self, block: QueuedBlock) -> QueuedBlock:
-        """Give each sequence its own handle, in a block whose requests bring states or ask for them."""
+        """Give each sequence of a block a handle. The requests bring states or ask for them."""
         states, key = memoryview(block.columns.states), block.model
         size = len(states) // block.sequences
         handles = [self._states.open() for _ in range(block.sequences)]

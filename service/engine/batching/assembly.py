@@ -24,7 +24,7 @@ class Assembly:
 
     key: the block of the request in the queue, and its place there. whole: the request alone.
     handles: the state handles of its sequences that have not ended, by their place in the block of the queue.
-    states: the states after those that have, if the request asks for them.
+    states: the states after the sequences that have ended, if the request asks for them.
     ended: whether it was answered or refused, or nothing waits for it.
     """
 
@@ -41,9 +41,9 @@ class Assembly:
         self._runs: list[BatchRun] = []
 
     def block_of(self, piece: Piece, states: StateCache) -> QueuedBlock:
-        """Return a piece as a block, with the state handles of its sequences: their own, or new ones where other pieces follow.
+        """Return a piece as a block, with the state handles of its sequences, which are new where other pieces follow.
 
-        A sequence that runs whole beside others without a state may have none.
+        A sequence that runs whole may have no handle.
         """
         sequences, done = piece.sequences.tolist(), piece.done.tolist()
         block = piece.block.piece(piece.request, sequences, done, piece.steps)

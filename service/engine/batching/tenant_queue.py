@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     last: NDArray[np.bool_]
 
     def alone(self, row: int) -> Piece:
-        """Return the steps of one of the sequences."""
+        """Return the steps of a single sequence."""
         part = slice(row, row + 1)
         return self._replace(sequences=self.sequences[part], done=self.done[part], steps=self.steps[part], last=self.last[part])
 

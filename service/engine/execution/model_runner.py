@@ -24,7 +24,7 @@ TRIAL_STEPS = 16
 TRIALS = 5
 """Runs of each size. The fastest counts: other processes only make a run slower."""
 CACHED_VIEWS = 1024
-"""Sizes of batches, in rows and tokens, whose views of the staging buffer are kept."""
+"""How many views of the staging buffer are kept, each for batches of a size in rows and tokens."""
 
 
 class ModelRunner:

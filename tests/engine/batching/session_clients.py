@@ -31,7 +31,7 @@ def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
 
 
 class InFlightHarness(BatcherHarness):
-    """Its batches end when the test ends them, and it has up to two in flight."""
+    """Runs up to two batches at once, which end when the test ends them."""
 
     def __init__(self, in_flight: int = 2, **options: Any) -> None:
         self.asynchronous = AsynchronousEngine(in_flight=in_flight)

@@ -63,7 +63,7 @@ def test_command_writes_right_measurements_and_returns_1_for_wrong_ones(
 
 @pytest.mark.parametrize("family", ["lstm", "gru"])
 def test_next_steps_start_from_the_states_of_their_slots(family: str) -> None:
-    """The expected answer starts from these states too, so contenders that ignore one of them are wrong."""
+    """The expected answer starts from these states too, so a contender that ignores a state is wrong."""
     from_zeros = Baseline("from zeros", lambda case: TimedCall(replace(case, state=None).encoder("framework")), states=True)
     findings = measured(tiny(family, NEXT_STEPS, "equal"), *BASELINES[family], from_zeros)
     assert [one.backend for one in findings.measurements] == [*cpu_backends(family), "torch padded"]
