@@ -19,7 +19,7 @@ from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device import allow_tf32, available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.graph_capture import RunBetweenBatches
-from service.engine.execution.served_models import PreparedModel
+from service.engine.execution.served_models import LEAST_SLOTS, PreparedModel
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import report_load_error
 from service.errors import ModelError, NoRoom, SettingsError
@@ -32,8 +32,6 @@ from service.modeling import spec, store
 from service.modeling.encoder import Encoder
 from service.settings import Settings
 
-LEAST_SLOTS = 256
-"""The fewest state slots of a model by default."""
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
 

@@ -17,7 +17,7 @@ from service.engine.execution.cost_model import NEWEST, Cost
 from service.engine.execution.device import DeviceLost, memory_counts, raise_if_lost
 from service.engine.execution.in_flight import Array, EndObserver, FinishedBatch, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
-from service.engine.execution.served_models import IN_FLIGHT, PreparedModel, ServedModels
+from service.engine.execution.served_models import IN_FLIGHT, LEAST_SLOTS, PreparedModel, ServedModels
 from service.errors import OutOfMemory
 from service.ipc.messages.inference import FEATURES, IDS, BatchRun, Returns
 from service.ipc.messages.models import ModelKey
@@ -45,7 +45,7 @@ class DeviceEngine(ServedModels):
         *,
         max_batch_sequences: int,
         max_batch_tokens: int,
-        slots: tuple[int, int] = (256, 256),
+        slots: tuple[int, int] = (LEAST_SLOTS, LEAST_SLOTS),
         device: torch.device | None = None,
         place: int = 0,
         trial: Callable[[ModelKey], AbstractContextManager[None]] = lambda _: nullcontext(),

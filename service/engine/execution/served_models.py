@@ -27,6 +27,8 @@ from service.modeling.spec import ModelSpec
 SPARE_FACTOR = 3
 """State slots in addition to the slots that sequences hold, as a multiple of the largest batch: two batches in flight write some, and the
 states to which the chunks that begin in a batch of pieces may return take others."""
+LEAST_SLOTS = 256
+"""The fewest state slots of a model by default."""
 SLOTS_BYTES = 64 << 20
 """The states of a model in slots take no more memory than this, unless the fewest slots do."""
 IN_FLIGHT = 2
