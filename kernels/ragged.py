@@ -155,8 +155,8 @@ class RowState(Protocol):
 
     With slots, every array is a state cache with one entry for each slot. Row r starts from the state in slot sources[r], and its state
     after the batch is written to slot slots[r]. Without sources, row r starts from slot slots[r]. The state after a batch never has
-    sources. Both arrays are (rows,), int32 or int64. No row may start from a slot that another row writes. Several rows may start from
-    one slot. Several rows may write one slot, which then holds a mixture of their values.
+    sources. Both arrays are (rows,), int32 or int64. No row may start from a slot that another row writes, and with sources from no slot
+    that any row writes. Several rows may start from one slot. Several rows may write one slot, which then holds a mixture of their values.
     """
 
     __slots__ = ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,19 +15,20 @@ from torch import Tensor
 
 from kernels.backend import Problem
 from kernels.gated import PEEPHOLES, PROJECTION, RESET_BEFORE
-from kernels.launching import Capability, ceil_div, device_index, device_refusal
+from kernels.launching import PIECE, Capability, ceil_div, device_index, device_refusal
 from kernels.persistent.cluster import ClusterShape
 from kernels.persistent.grid import GridShape
 from kernels.persistent.packing import HERE, Launch, Packing, Variant, WidePacking
+from kernels.persistent.step import StepPacking, StepShape
 from kernels.persistent.two_products import TwoProductsCluster, TwoProductsGrid, TwoProductsPacking
 from kernels.persistent.wide import WideShape
 from kernels.ragged import ContractError
 from kernels.tuning import load_tuned, matching_shapes
 
-PersistentShape = ClusterShape | GridShape | WideShape | TwoProductsCluster | TwoProductsGrid
-FindShape = Callable[[Variant, int, int], PersistentShape | None]
-"""Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
-alone."""
+PersistentShape = ClusterShape | GridShape | WideShape | StepShape | TwoProductsCluster | TwoProductsGrid
+FindShape = Callable[[Variant, int, int, int], PersistentShape | None]
+"""Returns the shape for a variant, the rows of all directions, the number of directions, and the mean number of steps of a row, rounded up.
+Whether there is one depends on the variant alone."""
 Launches = Sequence[tuple[tuple[int, ...], int, int, Launch]]
 """Launches with the numbers of their directions or levels, their first row and the row after their last."""
 Kinds = Mapping[str, Callable[[Variant, int], PersistentShape]]
@@ -36,14 +37,15 @@ Refuses = Callable[["PersistentCell", Problem], str | None]
 CLUSTERS: Capability = (9, 0)
 """The lowest compute capability with clusters, which float32 weights need: the grid has no room for two terms."""
 MANY = 1 << 30
-"""A number of rows that no bound of a shape admits."""
+"""A number of rows or steps that no bound of a shape admits."""
 CLUSTER: Kinds = {"blocks": ClusterShape}
 GRID: Kinds = {"units": GridShape}
 WIDE: Kinds = {"tile": WideShape}
+STEP: Kinds = {"step64": partial(StepShape, rows=64), "step128": partial(StepShape, rows=128)}
 PERSISTENT: Kinds = {**CLUSTER, **GRID}
 ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
-APART = "apart"
-"""The kind of levels that run one after the other."""
+APART, OTHERS = "apart", "others"
+"""The kinds of levels that run one after the other, and of a few steps that other kernels run."""
 TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 
@@ -84,39 +86,47 @@ class PersistentCell:
 class LaunchPlan:
     """How a call runs. packing: the layout of the weights."""
 
-    packing: Packing | WidePacking | TwoProductsPacking
+    packing: Packing | WidePacking | StepPacking | TwoProductsPacking
     copies_state: bool
     launches: Launches
 
 
 @cache
-def adaptive_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+def adaptive_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of all kernels that runs on the device."""
-    return _first_shape(variant, rows, directions, ADAPTIVE)
+    return _few_steps_shape(variant, rows, steps) or _first_shape(variant, rows, directions, ADAPTIVE)
 
 
 @cache
-def fastest_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+def fastest_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of the kernels with the same order of sums that runs on the device."""
     return _first_shape(variant, rows, directions, PERSISTENT)
 
 
 @cache
-def cluster_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+def cluster_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of the cluster kernel that runs on the device."""
     return _first_shape(variant, rows, directions, CLUSTER)
 
 
 @cache
-def grid_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+def grid_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of the grid kernel that runs on the device."""
     return _first_shape(variant, rows, directions, GRID)
 
 
 @cache
-def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
+def wide_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of the wide kernel that runs on the device."""
     return _first_shape(variant, rows, directions, WIDE)
+
+
+@cache
+def step_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
+    """Return the fastest shape of the kernel with one product for each step."""
+    kind, size = next(matching_shapes(_tuned(variant)["tiles of a step"], tuple(STEP), hidden=variant.hidden, rows=rows))
+    shape = STEP[kind](variant, size)
+    return shape if shape.runs() else None
 
 
 @cache
@@ -154,7 +164,7 @@ def shape_refusal(
     variant = cell.variant(problem)
     needed = CLUSTERS if variant.terms > 1 else needed
     refusal = device_refusal(problem, needed, until=until, halves=(halves or variant.vector > 0) and not problem.tf32)
-    if refusal is None and find_shape(variant, 1, 1) is None:
+    if refusal is None and find_shape(variant, 1, 1, 1) is None:
         units = "hidden units in float32" if variant.terms > 1 else "hidden units"
         largest = _most_units(variant, find_shape)
         refusal = f"{no_room} for {problem.hidden} {units}" + (f", at most for {largest}" if largest else "")
@@ -162,24 +172,53 @@ def shape_refusal(
 
 
 def adaptive_refusal(cell: PersistentCell, problem: Problem) -> str | None:
-    """Return why the wide kernel should be chosen neither for many rows nor for several levels, or None."""
+    """Return why no other kernel should be chosen for many rows, for a few steps or for several levels, or None."""
     refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=not problem.tf32)
     variant = cell.variant(problem)
     together = any(levels_shape(variant, MANY, levels) for levels in range(2, problem.levels + 1)) if refusal is None else False
-    if refusal is None and not together and not isinstance(adaptive_shape(variant, MANY, 1), WideShape):
-        refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
+    if refusal is None and not together:
+        shapes = [adaptive_shape(variant, MANY, 1, steps) for steps in (1, MANY)]
+        if not any(isinstance(shape, WideShape | StepShape) for shape in shapes):
+            refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
+    return refusal
+
+
+def step_refusal(cell: PersistentCell, problem: Problem) -> str | None:
+    """Return why the kernel with one product for each step cannot run a problem, or None."""
+    refusal = device_refusal(problem, (9, 0), until=(10, 0))
+    if refusal is None and step_shape(cell.variant(problem), 1, 1, 1) is None:
+        refusal = f"needs a multiple of {PIECE} hidden units, this layer has {problem.hidden}"
     return refusal
 
 
 def describe(cell: PersistentCell, find_shape: FindShape, problem: Problem) -> str:
-    """Return which kernel runs for which numbers of rows."""
+    """Return which kernel runs for which numbers of steps and rows."""
     variant = cell.variant(problem)
-    bounds = sorted({shape["rows"] for shape in _tuned_shapes(variant) if "rows" in shape})
-    shapes = [(find_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
-    shapes.append((find_shape(variant, MANY, 1), ""))
-    changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
     steps = "two products a step: " if variant.vector else ""
-    return steps + ", ".join(f"{shape}{bound}" for shape, bound in changes)
+    many = steps + _by_rows(variant, find_shape, MANY)
+    few = [] if variant.vector else _few_steps(variant)
+    for most in sorted({shape["steps"] for shape in few if "steps" in shape}, reverse=True):
+        of_few = _by_rows(variant, find_shape, most)
+        if of_few != many:
+            return f"{many}; up to {most} steps: {of_few}"
+    return many
+
+
+def _by_rows(variant: Variant, find_shape: FindShape, steps: int) -> str:
+    tuned = [*_tuned_shapes(variant), *_few_steps(variant)]
+    bounds = sorted({shape["rows"] for shape in tuned if "rows" in shape})
+    shapes = [(str(find_shape(variant, rows, 1, steps)), f" up to {rows} rows") for rows in bounds]
+    shapes.append((str(find_shape(variant, MANY, 1, steps)), ""))
+    changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
+    return ", ".join(f"{shape}{bound}" for shape, bound in changes)
+
+
+def _few_steps_shape(variant: Variant, rows: int, steps: int) -> PersistentShape | None:
+    """Return the shape for so few steps that a product for each step is the fastest, or None."""
+    if variant.vector:
+        return None
+    kind, _ = next(matching_shapes(_few_steps(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0))
+    return None if kind == OTHERS else step_shape(variant, rows, 1, steps)
 
 
 def _first_shape(variant: Variant, rows: int, directions: int, kinds: Kinds) -> PersistentShape | None:
@@ -219,16 +258,21 @@ def _tuned(variant: Variant) -> Mapping[str, Any]:
 
 
 def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
-    tuned = _tuned(variant)
     name = "float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"
-    shapes: Sequence[Mapping[str, int]] = tuned[f"{name}, two products" if variant.vector else name]
+    shapes: Sequence[Mapping[str, int]] = _tuned(variant)[f"{name}, two products" if variant.vector else name]
+    return shapes
+
+
+def _few_steps(variant: Variant) -> Sequence[Mapping[str, int]]:
+    """Return for which sizes a product for each step is the fastest."""
+    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["few steps"]
     return shapes
 
 
 @cache
-def launch_plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> LaunchPlan:
+def launch_plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int, steps: int) -> LaunchPlan:
     """Return the launches of a call: one, unless there are too many rows for it or both directions cannot run at once."""
-    shape = find_shape(variant, directions * rows, directions)
+    shape = find_shape(variant, directions * rows, directions, steps)
     if shape is None:
         raise ContractError(
             f"this device has no room for {variant.hidden} hidden units of a layer {name!r}: choose another backend"

@@ -1,11 +1,11 @@
-"""The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu) and `wide` (wide.cu); `persistent`, the faster of the first two; and
-`adaptive`, the fastest of all three for a number of rows, which also runs several levels at once in wide.cu. Layers with two dependent
-products in each step run in two_products.cu, in a cluster or in a grid.
+"""The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu), `wide` (wide.cu) and `step` (step.cu); `persistent`, the faster of the
+first two; and `adaptive`, the fastest of all for a number of rows and steps, which also runs several levels at once in wide.cu. Layers with
+two dependent products in each step run in two_products.cu, in a cluster or in a grid.
 
 The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
 float32. A float32 weight is two float16 numbers or, where TF32 is allowed, one, which has the 11 significant bits of TF32. `cluster` and
-`grid` sum in the same order wherever the number of rows chooses between them, `wide` in another: a row of `adaptive` may differ in its
-last bits with the number of rows in its batch. Nothing waits for the device. A call may be captured in a CUDA graph: offsets, slots and
+`grid` sum in the same order wherever the number of rows chooses between them, `wide` and `step` in others: a row of `adaptive` may differ in
+its last bits with the number of rows and steps in its batch. Nothing waits for the device. A call may be captured in a CUDA graph: offsets, slots and
 values are read when the graph runs.
 """
 
@@ -21,7 +21,18 @@ from torch import Tensor
 
 from kernels.backend import Backend, Problem, allows_tf32
 from kernels.embedding import embed
-from kernels.launching import address, as_gate_dtype, as_int32, check_state_cache, on_device, pack_once, row_sources
+from kernels.gated import PEEPHOLES
+from kernels.launching import (
+    address,
+    aligned_inputs,
+    as_gate_dtype,
+    as_int32,
+    ceil_div,
+    check_state_cache,
+    on_device,
+    pack_once,
+    row_sources,
+)
 from kernels.persistent.choice import (
     CLUSTERS,
     FindShape,
@@ -37,9 +48,12 @@ from kernels.persistent.choice import (
     launch_plan,
     levels_shape,
     shape_refusal,
+    step_refusal,
+    step_shape,
     wide_shape,
 )
 from kernels.persistent.packing import Packing, Variant, WidePacking, scale_of
+from kernels.persistent.step import StepPacking, StepShape, meetings
 from kernels.persistent.two_products import TwoProductsPacking
 from kernels.ragged import Encoded, Outputs, Ragged, without_sources
 
@@ -54,13 +68,32 @@ class _Product(NamedTuple):
 
 class _Side(NamedTuple):
     """What a launch reads and writes for one direction or level. gates_apart: from one token's gate inputs to the next; arrays: as in
-    `Call` of cell.cuh."""
+    `Call` of cell.cuh; more: the members of `Step` of step.cu after its call."""
 
     gates: Tensor
     gates_apart: int
     products: Sequence[_Product]
     arrays: Sequence[Tensor | None]
     forward: bool
+    more: Sequence[int] = ()
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a direction. gates: gate inputs, `apart` from row to row, in the row of the token, or of the token's id; data: what the
+    kernel itself multiplies by the input weights, or None."""
+
+    gates: Tensor
+    apart: int
+    ids: Tensor | None = None
+    data: Tensor | None = None
+
+    @property
+    def more(self) -> tuple[int, ...]:
+        """The members of `Step` of step.cu after its call. Without tokens, nothing is multiplied."""
+        ids, data = self.ids, self.data
+        words = meetings(self.gates.device).take()
+        wide, apart = ids is not None and ids.dtype == torch.int64, 0 if data is None else data.stride(0)
+        return address(data), address(ids), words, wide, apart, data.shape[1] if data is not None and len(data) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +117,7 @@ def backends(cell: PersistentCell) -> tuple[Backend, ...]:
         ("cluster", cluster_shape, partial(shape_refusal, cluster_shape, CLUSTERS, "no cluster of this device has room")),
         ("grid", grid_shape, partial(shape_refusal, grid_shape, (8, 0), no_room, halves=True)),
         ("wide", wide_shape, partial(shape_refusal, wide_shape, (9, 0), no_room, until=(10, 0), halves=True)),
+        ("step", step_shape, step_refusal),
     )
     return tuple(
         Backend(
@@ -93,7 +127,7 @@ def backends(cell: PersistentCell) -> tuple[Backend, ...]:
             partial(describe, cell, find_shape) if name in ("adaptive", "persistent") else None,
             partial(encode_both, cell, find_shape),
             partial(encode_levels, cell) if name == "adaptive" else None,
-            runs=cell.runs,
+            runs=cell.runs if name != "step" else tuple(variant for variant in cell.runs if variant == PEEPHOLES),
             pinned=name != "adaptive",
         )
         for name, find_shape, refuses in ways
@@ -135,31 +169,33 @@ def _encode(
     cell: PersistentCell, find_shape: FindShape, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs
 ) -> Encoded:
     """Run the input products and then the kernel, for one direction or for both."""
-    gates = _gate_inputs(x, weights)
-    like, rows, vector, directions = gates[0], x.rows, weights[0].vector, len(weights)
-    after = tuple(_state_after(cell, state, like, rows, weights[0]) for state in states)
-    encoded = _outputs(like, rows, directions * vector, want, after, after[0] if directions == 1 else None)
+    rows, first, directions = x.rows, weights[0], len(weights)
+    like, vector = first.recurrent, first.vector
+    after = tuple(_state_after(cell, state, like, rows, first) for state in states)
+    encoded = _outputs(like, len(x.data), rows, directions * vector, want, after, after[0] if directions == 1 else None)
     if not rows:
         return encoded
-    variant = _variant(cell, like, weights[0])
-    plan = launch_plan(cell.name, find_shape, variant, directions, rows)
-    before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
+    variant = _variant(cell, x, first)
+    plan = launch_plan(cell.name, find_shape, variant, directions, rows, ceil_div(len(x.data), rows))
+    by_step = isinstance(plan.packing, StepPacking)
+    inputs = _step_inputs(x, weights) if by_step else [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
     outputs = _written(encoded)
     sides = [
         _Side(
-            gates[side],
-            gates[side].stride(0),
-            _products(weights[side], plan.packing, variant.storage),
+            of_side.gates,
+            of_side.apart,
+            _products(weights[side], plan.packing, variant.storage, with_inputs=of_side.data is not None),
             _read_and_written(
                 cell,
                 weights[side],
-                before[side],
+                _by_row(states[side]) if plan.copies_state else states[side],
                 after[side],
                 [None if output is None else output[:, side * vector :] for output in outputs],
             ),
             forward=side == 0,
+            more=of_side.more if by_step else (),
         )
-        for side in range(directions)
+        for side, of_side in enumerate(inputs)
     ]
     _run(plan.launches, sides, x.offsets.contiguous(), like, directions * vector)
     return encoded
@@ -170,8 +206,8 @@ def _encode_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any], st
     (gates,) = _gate_inputs(x, weights[:1])
     rows, hidden, levels = x.rows, weights[0].hidden, len(weights)
     after = tuple(_state_after(cell, state, gates, rows, weights[0]) for state in states)
-    encoded = _outputs(gates, rows, hidden, want, after, after[-1])
-    variant = _variant(cell, gates, weights[0])
+    encoded = _outputs(gates, len(x.data), rows, hidden, want, after, after[-1])
+    variant = _variant(cell, x, weights[0])
     shape = levels_shape(variant, rows, levels)
     assert shape is not None, "a shape for these levels has been found before"
     nothing: list[Tensor | None] = [None] * len(_written(encoded))
@@ -203,9 +239,10 @@ def _run(launches: Launches, sides: Sequence[_Side], offsets: Tensor, like: Tens
     wide = offsets.dtype == torch.int64
     with on_device(like.device):
         for numbers, first, until, launch in launches:
-            exchange = (
-                like.new_zeros((len(numbers), launch.exchange_words), dtype=torch.int32) if launch.exchange_words else None
-            )
+            words = (len(numbers), launch.exchange_words)
+            exchange = like.new_empty(words, dtype=torch.int32) if launch.exchange_words else None
+            if exchange is not None and launch.zeroed:
+                exchange.zero_()
             members: list[int] = []
             for place, number in enumerate(numbers):
                 side = sides[number]
@@ -215,16 +252,17 @@ def _run(launches: Launches, sides: Sequence[_Side], offsets: Tensor, like: Tens
                     members += map(address, (side.gates, product.packed, product.scale, own, offsets, *others, exchanged))
                     members += (wide, first, until, product.width, launch.octets, launch.width, side.forward)
                     members += (side.gates_apart, width)
-            launch.kernel.launch((launch.blocks * len(numbers), 1, 1), launch.shared, (*members, launch.blocks))
+            more = sides[numbers[0]].more
+            launch.kernel.launch((launch.blocks * len(numbers), 1, 1), launch.shared, (*members, launch.blocks, *more))
 
 
-def _outputs(like: Tensor, rows: int, width: int, want: Outputs, after: tuple[Any, ...], only: Any) -> Encoded:
+def _outputs(like: Tensor, tokens: int, rows: int, width: int, want: Outputs, after: tuple[Any, ...], only: Any) -> Encoded:
     """Return new arrays for the wanted outputs. only: the new state whose hidden values are the last output, if there is one such state;
     without slots, both share their memory."""
     shared = None if only is None or only.slots is not None else only.hidden
     return Encoded(
         state=after,
-        steps=_new(like, len(like), width) if want.steps else None,
+        steps=_new(like, tokens, width) if want.steps else None,
         last=(_new(like, rows, width) if shared is None else shared) if want.last else None,
         mean=_new(like, rows, width) if want.mean else None,
         max=_new(like, rows, width) if want.max else None,
@@ -250,12 +288,16 @@ def _read_and_written(
     )
 
 
-def _variant(cell: PersistentCell, gates: Tensor, layer: Any) -> Variant:
-    """Return the variant of the kernels that runs a layer from these gate inputs."""
+def _variant(cell: PersistentCell, x: Ragged, layer: Any) -> Variant:
+    """Return the variant of the kernels that runs a layer over this batch."""
     storage = layer.recurrent.dtype
-    tf32 = allows_tf32(gates.device, storage)
-    problem = Problem(gates.device, storage, layer.hidden, layer.variants, layer.vector, tf32=tf32)
-    return cell.variant(problem, gates_float32=gates.dtype == torch.float32)
+    tf32 = allows_tf32(x.data.device, storage)
+    problem = Problem(x.data.device, storage, layer.hidden, layer.variants, layer.vector, tf32=tf32)
+    if layer.input is not None:
+        float32 = storage == torch.float32
+        return cell.variant(problem, gates_float32=float32)._replace(data_float32=not float32 and x.data.dtype == torch.float32)
+    gates = x.data.dtype if layer.table is None else layer.table.dtype
+    return cell.variant(problem, gates_float32=gates != storage or storage == torch.float32)
 
 
 def _levels_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any]) -> int:
@@ -263,9 +305,9 @@ def _levels_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any]) ->
     first = weights[0]
     if not x.rows or any(layer.hidden != first.hidden or layer.variants != first.variants for layer in weights[1:]):
         return 1
-    float32 = first.input is None and first.table is None and x.data.dtype == torch.float32
-    like = x.data.new_empty(0, dtype=torch.float32 if float32 else first.recurrent.dtype)
-    variant = _variant(cell, like, first)
+    variant = _variant(cell, x, first)
+    if isinstance(adaptive_shape(variant, x.rows, 1, ceil_div(len(x.data), x.rows)), StepShape):
+        return 1  # so few steps hardly overlap
     return next((levels for levels in range(len(weights), 1, -1) if levels_shape(variant, x.rows, levels)), 1)
 
 
@@ -279,6 +321,19 @@ def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
     data = x.data if x.data.dtype == storage else x.data.to(storage)
     gates = torch.addmm(_side_by_side(weights, "bias"), data, _side_by_side(weights, "input"))
     return list(_aligned(gates).chunk(len(weights), dim=1))
+
+
+def _step_inputs(x: Ragged, weights: Sequence[Any]) -> list[_Inputs]:
+    """Return the inputs of each direction as step.cu reads them, which multiplies data by 16-bit weights itself."""
+    first = weights[0]
+    if first.table is not None:
+        ids = x.data.contiguous()
+        return [_Inputs(layer.table, layer.table.stride(0), ids=ids) for layer in weights]
+    if first.input is None or first.recurrent.dtype == torch.float32:
+        return [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
+    data = x.data if x.data.dtype in (torch.float32, first.recurrent.dtype) else x.data.to(first.recurrent.dtype)
+    data = aligned_inputs(data)
+    return [_Inputs(_bias(layer, first.recurrent.dtype), 0, data=data) for layer in weights]
 
 
 def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:
@@ -302,31 +357,37 @@ def _aligned(gates: Tensor) -> Tensor:
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
 
 
-def _products(layer: Any, packing: Packing | WidePacking | TwoProductsPacking, storage: torch.dtype) -> Sequence[_Product]:
-    """Return the recurrent products of a step in their order. storage: the dtype in which the kernel holds the weights."""
+def _products(
+    layer: Any, packing: Packing | WidePacking | StepPacking | TwoProductsPacking, storage: torch.dtype, *, with_inputs: bool = False
+) -> Sequence[_Product]:
+    """Return the recurrent products of a step in their order. storage: the dtype in which the kernel holds the weights; with_inputs: it also
+    multiplies the inputs."""
+    if with_inputs:
+        assert isinstance(packing, StepPacking)
+        return (_with_inputs(layer, packing, storage),)
     if isinstance(packing, TwoProductsPacking):
         first, second = (_held(layer, (packing, number), storage, partial(packing.pack, layer, number)) for number in range(2))
         return _Product(first, None, layer.hidden), _Product(second, None, layer.vector)
     return (_Product(*_packed(layer, packing, storage), layer.hidden),)
 
 
-def _with_inputs(layer: Any, packing: WidePacking, storage: torch.dtype) -> _Product:
-    """Return the product of the inputs and the hidden vector of a level above the first."""
+def _with_inputs(layer: Any, packing: WidePacking | StepPacking, storage: torch.dtype) -> _Product:
+    """Return the product of the inputs and the hidden vector."""
     packed = _held(layer, (packing, "inputs"), storage, lambda: packing.pack_with_inputs(layer.input, layer.recurrent))
     return _Product(packed, None, layer.hidden)
 
 
 def _bias(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the gate inputs of every token in a level above the first."""
+    """Return the gate inputs of every token where the kernel multiplies the data itself."""
     return pack_once(layer.packed, ("bias", dtype), lambda: _aligned(layer.bias.to(dtype)[None]))
 
 
-def _packed(layer: Any, packing: Packing | WidePacking, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _packed(layer: Any, packing: Packing | WidePacking | StepPacking, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the recurrent weights as the kernels read them, and the scale of float32 weights, which have two terms."""
     recurrent = layer.recurrent
     if storage != torch.float32:
         return _held(layer, packing, storage, lambda: packing.pack(recurrent)), None
-    assert isinstance(packing, Packing), "no other shape runs weights of two terms"
+    assert not isinstance(packing, WidePacking), "wide tiles have no room for weights of two terms"
     scale = pack_once(layer.packed, "scale", lambda: scale_of(recurrent))
     return pack_once(layer.packed, packing, lambda: packing.pack_terms(recurrent, scale)), scale
 
@@ -343,6 +404,11 @@ def _own(cell: PersistentCell, layer: Any) -> Tensor | None:
     """Return the parameters of a unit besides matrices, as the kernels read them, or None."""
     own = cell.own(layer)
     return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
+
+
+def _by_row(state: Any) -> Any:
+    """Return the state, or a copy by row if rows end in the slots from which they start."""
+    return state if state is None or state.sources is not None else state.by_row()
 
 
 def _state_after(cell: PersistentCell, state: Any, like: Tensor, rows: int, layer: Any) -> Any:

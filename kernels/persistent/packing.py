@@ -26,7 +26,8 @@ class Variant(NamedTuple):
 
     storage: dtype of the weights; gates_float32: gate inputs are float32, otherwise they have that dtype; gru: the layer is a GRU,
     otherwise an LSTM; peepholes: an LSTM with peepholes; vector: the width of the hidden state of a layer with two dependent products in
-    each step, which is a GRU with the reset before the product or an LSTM with a projection; 0 for all other layers.
+    each step, which is a GRU with the reset before the product or an LSTM with a projection; 0 for all other layers. data_float32: the
+    kernel multiplies the data itself, and they are float32.
     """
 
     device: int
@@ -36,6 +37,7 @@ class Variant(NamedTuple):
     gru: bool = False
     peepholes: bool = False
     vector: int = 0
+    data_float32: bool = False
 
     def of_size(self, hidden: int) -> Variant:
         """Return the variant with this number of hidden units."""
@@ -68,14 +70,15 @@ class Variant(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows. blocks, exchange_words: of each
-    direction."""
+    direction; zeroed: whether the words are zero before the launch."""
 
     kernel: Kernel
     blocks: int
     shared: int
-    octets: int
-    width: int
+    octets: int = 0
+    width: int = 0
     exchange_words: int = 0
+    zeroed: bool = True
 
 
 class Packing(NamedTuple):

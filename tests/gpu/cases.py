@@ -168,12 +168,15 @@ def texts(ids: str) -> Case:
 
 
 conv = partial(layer, backend="fused", shape=SOME_TILE, make=partial(made, width=40))
-EXACT = [layer(form, "cluster", hidden, storage=FLOAT32) for form, hidden in zip(ONE_PRODUCT, (40, 131, 500), strict=True)]
+EXACT = [
+    *(layer(form, "cluster", hidden, storage=FLOAT32) for form, hidden in zip(ONE_PRODUCT, (40, 131, 500), strict=True)),
+    *(layer(form, "step", hidden, storage=FLOAT32) for form, hidden in zip(ONE_PRODUCT, (40, 136, 520), strict=True)),
+]
 LAYERS = [
     *(
         layer(form, backend, hidden)
         for form in ONE_PRODUCT
-        for backend, hidden in (("persistent", 40), ("cluster", 131), ("grid", 520), ("wide", 128))
+        for backend, hidden in (("persistent", 40), ("cluster", 131), ("grid", 520), ("wide", 128), ("step", 136), ("step", 520))
     ),
     *(layer(form, backend, hidden) for form in TWO_PRODUCTS for backend, hidden in (("cluster", 41), ("grid", 520))),
     *(layer(form, "fused", hidden) for form, hidden in zip(SCANS, (40, 130, 72, 104, 40, 72), strict=True)),
@@ -200,7 +203,7 @@ CONVOLUTIONS = [
     conv(OF_TABLES, hidden=65, causal=False),
 ]
 DIRECTIONS = [
-    *(both(form, backend, hidden) for form in ONE_PRODUCT for backend, hidden in (("cluster", 33), ("grid", 100))),
+    *(both(form, backend, hidden) for form in ONE_PRODUCT for backend, hidden in (("cluster", 33), ("grid", 100), ("step", 104))),
     *(both(form, backend, 100) for form in TWO_PRODUCTS[:2] for backend in ("cluster", "grid")),
     *(both(form, "fused", 72) for form in SCANS),
 ]

@@ -87,8 +87,8 @@ def in_shape(shape: Shape) -> Iterator[None]:
         yield
     elif isinstance(shape, Mapping):
         tuned = choice._tuned
-        if "levels" in shape:
-            tiles = {"levels": [{"tile": shape["levels"]}]}
+        if "levels" in shape or shape.keys() & choice.STEP.keys():
+            tiles = {"levels": [{"tile": shape["levels"]}]} if "levels" in shape else {"tiles of a step": [shape]}
             changed: Any = patch.object(choice, "_tuned", lambda variant: {**tuned(variant), **tiles})
         else:
             changed = patch.object(choice, "_tuned_shapes", lambda _: [shape])

@@ -34,8 +34,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 Launch = tuple[str, Mapping[str, int] | None]
 """A backend and its shape."""
-CLUSTER, GRID, PERSISTENT = ("cluster", None), ("grid", None), ("persistent", None)
+CLUSTER, GRID, PERSISTENT, STEP = ("cluster", None), ("grid", None), ("persistent", None), ("step", None)
 WIDE: list[Launch] = [("wide", {"tile": tile}) for tile in (32, 64, 128)]
+STEPS_SHAPES: list[Launch] = [
+    *(("step", {"step64": units}) for units in (16, 32, 64)),
+    *(("step", {"step128": units}) for units in (32, 64)),
+]
 TWO_PRODUCTS_SHAPES: list[Launch] = [
     *(("persistent", {"blocks": blocks}) for blocks in (2, 4, 8, 16)),
     *(("persistent", {"units": units}) for units in (8, 32)),
@@ -44,6 +48,7 @@ ONE_PRODUCT_SIZES = [
     *product(["cluster"], (1, 33, 100, 128, 151, 256, 512, 768)),
     *product(["grid"], (1, 100, 257, 512, 600, 801, 1024, 2048)),
     *product(["wide"], (64, 192, 512, 768, 1024, 1536, 2048)),
+    *product(["step"], (8, 64, 136, 256, 264, 1024, 2304)),
 ]
 TWO_PRODUCTS_SIZES = [*product(["cluster"], (1, 33, 151, 256, 512)), *product(["grid"], (1, 100, 257, 600, 1024, 2048))]
 
@@ -60,6 +65,7 @@ def in_both_halves(forms: Sequence[Form], sizes: Sequence[tuple[str, int]]) -> l
         *in_both_halves(ONE_PRODUCT, ONE_PRODUCT_SIZES),
         *in_both_halves(TWO_PRODUCTS, TWO_PRODUCTS_SIZES),
         *((form, "cluster", hidden, FLOAT32) for form in ONE_PRODUCT for hidden in (1, 33, 100, 128, 151, 256, 300, 400, 512)),
+        *((form, "step", hidden, FLOAT32) for form in ONE_PRODUCT for hidden in (8, 136, 264, 1024)),
     ],
     ids=str,
 )
@@ -69,7 +75,7 @@ def test_outputs_and_state_match_the_reference(form: Form, backend: str, hidden:
 
 
 @pytest.mark.parametrize("form", [*ONE_PRODUCT, *TWO_PRODUCTS[:2]], ids=str)
-@pytest.mark.parametrize("backend, hidden", [("adaptive", 768), ("persistent", 40), ("cluster", 512), ("grid", 768)])
+@pytest.mark.parametrize("backend, hidden", [("adaptive", 768), ("persistent", 40), ("cluster", 512), ("grid", 768), ("step", 264)])
 def test_tf32_matches_the_reference_with_eleven_bits(form: Form, backend: str, hidden: int) -> None:
     with tf32_products():
         for lengths in (RAGGED, [3, 0, 8, *[5] * 90]):
@@ -94,6 +100,7 @@ def test_error_in_float32_is_at_most_twice_that_of_float32_products(form: Form, 
 ANY_ROWS: list[tuple[Sequence[Form], Launch, torch.dtype, int]] = [
     *((ONE_PRODUCT, launch, HALF, 72) for launch in (PERSISTENT, CLUSTER, GRID)),
     *((ONE_PRODUCT, launch, HALF, 128) for launch in WIDE),
+    *((ONE_PRODUCT, STEP, storage, hidden) for storage in (HALF, FLOAT32) for hidden in (72, 264)),
     *((TWO_PRODUCTS[:2], launch, HALF, 72) for launch in (CLUSTER, GRID)),
     *((ONE_PRODUCT, CLUSTER, FLOAT32, hidden) for hidden in (72, 200, 512)),
 ]
@@ -125,6 +132,7 @@ def test_many_rows_of_a_large_layer(form: Form, hidden: int) -> None:
     [
         *((form, hidden, [CLUSTER, GRID]) for form in ONE_PRODUCT for hidden in (1, 64, 130, 401, 512)),
         *((form, hidden, WIDE) for form in ONE_PRODUCT for hidden in (64, 128, 512, 1024, 2048)),
+        *((form, hidden, STEPS_SHAPES) for form in ONE_PRODUCT for hidden in (8, 136, 520)),
         *((form, 200, TWO_PRODUCTS_SHAPES) for form in TWO_PRODUCTS[:2]),
     ],
     ids=str,
@@ -140,11 +148,17 @@ def test_launch_shape_does_not_change_a_bit(form: Form, hidden: int, launches: S
         same(result, results[0])
 
 
-@pytest.mark.parametrize("form, storage", [(GRU, HALF), (GRU, BFLOAT16), (GRU_BEFORE, HALF)], ids=str)
-@pytest.mark.parametrize("backend", ["cluster", "grid"])
-def test_gru_starts_from_large_states(form: Form, storage: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize(
+    "form, storage, backend, hidden",
+    [
+        *((GRU, storage, *backend) for storage in HALVES for backend in (("cluster", 130), ("grid", 130), ("step", 136))),
+        *((GRU_BEFORE, HALF, backend, 130) for backend in ("cluster", "grid")),
+    ],
+    ids=str,
+)
+def test_gru_starts_from_large_states(form: Form, storage: torch.dtype, backend: str, hidden: int) -> None:
     """A hidden value stays as large as its initial value while the update gate keeps it."""
-    x, weights, state = made(form, [3, 12, 0, 25, 7], 130, storage=storage)
+    x, weights, state = made(form, [3, 12, 0, 25, 7], hidden, storage=storage)
     large = map_arrays(state, lambda array: array * 30)
     assert 16 < large.hidden.abs().max() < 32
     problem = Arguments(x, weights, large)
@@ -183,10 +197,42 @@ def test_adaptive_backend_runs_many_rows_by_the_wide_kernel(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("hidden", [128, 1024])
+def test_adaptive_backend_runs_a_few_steps_of_many_rows_by_one_product_each(form: Form, hidden: int) -> None:
+    few, many = (made(form, [steps] * 600, hidden) for steps in (2, 5))
+    same(form.run(*few), form.run(*few, backend="step"))
+    agree(form.run(*few), form.exact(few), TOLERANCE[HALF])
+    same(form.run(*many, backend=PINNED), form.run(*many, backend="persistent"))
+
+
+@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("width", [1, 33, 64, 200])
+@pytest.mark.parametrize("storage", HALVES, ids=str)
+def test_step_kernel_converts_inputs_of_any_width(form: Form, width: int, storage: torch.dtype) -> None:
+    x, weights, state = made(form, RAGGED, 136, width, storage=storage)
+    expected = form.exact(Arguments(x, weights, state))
+    for data in (x.data, x.data.float(), x.data.double()):
+        agree(form.run(Ragged(data, x.offsets), weights, state, backend="step"), expected, TOLERANCE[storage])
+    in_place = replace(state, slots=torch.arange(x.rows, device="cuda"))
+    for array in (state, in_place, None):
+        encoded = form.run(x, weights, map_arrays(array, torch.clone) if array else None, backend="step")
+        agree(encoded, form.exact(Arguments(x, weights, array and state)), TOLERANCE[storage])
+
+
+@pytest.mark.parametrize("form", [Form("lstm", ids=True), Form("gru", reset="after", ids=True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("hidden", [136, 264])
+def test_step_kernel_reads_a_table_by_id(form: Form, dtype: torch.dtype, hidden: int) -> None:
+    x, weights, state = made(form, random_lengths(200, 3), hidden)
+    problem = Arguments(Ragged(x.data.to(dtype), x.offsets), weights, state)
+    agree(form.run(*problem, backend="step"), form.exact(problem), TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
 def test_state_moves_between_backends_at_chunk_borders(form: Form) -> None:
     x, weights, state = problem = gates(form, [12] * 70, 768)
     steps = x.data.view(70, 12, -1)
-    for begin, end, backend in ((0, 5, "wide"), (5, 9, "grid"), (9, 12, "adaptive")):
+    for begin, end, backend in ((0, 5, "wide"), (5, 9, "grid"), (9, 11, "step"), (11, 12, "adaptive")):
         offsets = torch.arange(71, dtype=torch.int32, device="cuda") * (end - begin)
         chunk = Ragged(steps[:, begin:end].reshape(-1, steps.shape[2]), offsets)
         state = form.run(chunk, weights, state, backend=backend).state

@@ -17,7 +17,7 @@ from kernels import launching
 from kernels.compile import registers
 from kernels.conv import folded, plan
 from kernels.conv import product as conv_product
-from kernels.persistent import choice, cluster, grid, packing, two_products, wide
+from kernels.persistent import choice, cluster, grid, packing, step, two_products, wide
 from kernels.persistent import launch as persistent
 from kernels.scan import launch as scan
 from kernels.scan import product as scan_product
@@ -138,7 +138,7 @@ class FakeLaunch(NamedTuple):
             "blocks of a cluster": kernel.cluster <= MAX_CLUSTER and along * others[0] % kernel.cluster == 0,
             "all blocks of a cooperative launch at once": not kernel.cooperative
             or along <= resident * device.multi_processor_count,
-            "wgmma needs 9.0": kernel.source.name not in ("product.cu", "wide.cu") or device.capability == (9, 0),
+            "wgmma needs 9.0": kernel.source.name not in ("product.cu", "step.cu", "wide.cu") or device.capability == (9, 0),
             "warps lend registers from 9.0 on": not kernel.constants.get("REGISTERS") or major >= 9,
         }
         return [name for name, kept in limits.items() if not kept]
@@ -170,7 +170,7 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         patch.setattr(launching, "cupy_installed", lambda: True)
         patch.setattr(compiler, "_known_architectures", lambda: KNOWN)
-        for module in (cluster, two_products, wide):
+        for module in (cluster, step, two_products, wide):
             patch.setattr(module, "resident_clusters", clusters)
         patch.setattr(grid, "resident_blocks", lambda kernel, shared: kernel.resident_blocks(shared))
         for module in (scan_product, conv_product):

@@ -67,13 +67,12 @@ def test_largest_recurrent_layer_is_named_when_a_larger_one_is_refused(device: D
 @pytest.mark.parametrize("family", ["lstm", "gru"])
 @pytest.mark.usefixtures("made")
 def test_recurrent_layers_run_in_the_kernel_of_their_size(family: str, device: Device) -> None:
-    """Small layers run in clusters, and large layers adapt to the rows on Hopper. float32 needs clusters."""
+    """Layers adapt to rows and steps on Hopper. Small layers with the same bits in any batch run in clusters. float32 needs clusters."""
     for hidden, storage in zip((128, 512, 768), (*HALVES, HALF), strict=True):
         pinned = chosen(family, storage, hidden, requested=PINNED)
         assert pinned.backend.name == "persistent"
         assert ("cluster" in pinned.why[1]) == (has_clusters(device) and hidden <= 512)
-        adapts = chosen(family, storage, hidden).backend.name == "adaptive"
-        assert adapts == (is_hopper(device) and hidden > 512)
+        assert (chosen(family, storage, hidden).backend.name == "adaptive") == is_hopper(device)
     exact, (major, minor) = chosen(family, FLOAT32, 128), device.capability
     assert exact.backend.name == ("persistent" if has_clusters(device) else "framework")
     needs_clusters = f"persistent: needs compute capability 9.0, this device has {major}.{minor}"
@@ -83,8 +82,10 @@ def test_recurrent_layers_run_in_the_kernel_of_their_size(family: str, device: D
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
 @pytest.mark.usefixtures("made")
 def test_persistent_launches_keep_the_limits(gru: bool, device: Device) -> None:
-    for (hidden, directions), rows in product(((128, 1), (300, 2), (768, 1), (768, 2)), (1, 9, 256)):
-        launches = persistent_launches(Variant(0, HALF, False, hidden, gru), rows, directions)
+    for (hidden, directions), rows, steps in product(((128, 1), (300, 2), (768, 1), (768, 2)), (1, 9, 256), (1, 64)):
+        launches = persistent_launches(Variant(0, HALF, False, hidden, gru), rows, directions, steps=steps)
+        few = is_hopper(device) and hidden % 8 == 0 and rows > 64 and steps == 1
+        assert {launch.kernel.source.name == "step.cu" for _, _, launch in launches} == {few}
         done = [0] + [until for _, until, _ in launches]
         assert [first for first, _, _ in launches if first] == [until for until in done[1:] if until < rows]
         for _, _, launch in launches:

@@ -76,14 +76,14 @@ def test_matching_shapes_respects_the_bounds() -> None:
     assert list(matching_shapes(shapes, ("blocks",), hidden=128, rows=8)) == [("blocks", 4), ("blocks", 1)]
 
 
-FEW = "the grid with 8 units per block up to 8 rows, the grid with 16 units per block"
+FEW = "the grid with 8 units per block up to 8 rows, the grid with 16 units per block up to 64 rows"
 
 
 @pytest.mark.parametrize(
     "family, backend, hidden, variants, description",
     [
         ("lstm", "persistent", 512, (), "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
-        ("lstm", "adaptive", 1024, (), f"{FEW} up to 64 rows, wide tiles of 64 rows"),
+        ("lstm", "adaptive", 1024, (), f"{FEW}, wide tiles of 64 rows; up to 4 steps: {FEW}, one product a step"),
         (
             *("gru", "persistent", 512, (RESET_BEFORE,)),
             "two products a step: clusters of 16 blocks up to 32 rows, clusters of 8 blocks up to 64 rows, "
@@ -105,12 +105,14 @@ def test_describe_names_the_kernel_for_each_number_of_rows(
         (1024, HALF, {}, AUTO, "adaptive"),
         (1024, HALF, {}, PINNED, "persistent"),
         (768, torch.bfloat16, {"variants": (PEEPHOLES,)}, AUTO, "adaptive"),
-        (1000, HALF, {}, AUTO, "persistent"),
+        (1000, HALF, {}, AUTO, "adaptive"),
+        (1001, HALF, {}, AUTO, "persistent"),
         (512, torch.float32, {}, AUTO, "persistent"),
-        (512, HALF, {}, AUTO, "persistent"),
+        (1024, torch.float32, {}, AUTO, "step"),
+        (2200, HALF, {}, PINNED, "step"),
         (512, HALF, {"levels": 2}, AUTO, "adaptive"),
         (512, HALF, {"levels": 2}, PINNED, "persistent"),
-        (128, HALF, {"levels": 2}, AUTO, "persistent"),
+        (129, HALF, {"levels": 2}, AUTO, "persistent"),
     ],
 )
 def test_backend_adapts_to_rows_and_levels_unless_it_is_pinned(

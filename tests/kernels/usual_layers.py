@@ -44,10 +44,10 @@ def chosen(family: str, storage: torch.dtype, hidden: int, variants: tuple[str, 
 
 
 def persistent_launches(
-    variant: Variant, rows: int, directions: int, find_shape: FindShape = adaptive_shape
+    variant: Variant, rows: int, directions: int, find_shape: FindShape = adaptive_shape, steps: int = 64
 ) -> list[RowsLaunch]:
     """Return the launches of an LSTM or a GRU in the order in which they run."""
-    plan = launch_plan("lstm", find_shape, variant, directions, rows)
+    plan = launch_plan("lstm", find_shape, variant, directions, rows, steps)
     launches = []
     for sides, first, until, launch in plan.launches:
         kernel: Any = launch.kernel

@@ -38,9 +38,9 @@ def check_all(launches: list[FakeLaunch]) -> None:
 def test_kernels_of_lstm_and_gru(device: Device, gru: bool) -> None:
     found: list[FakeLaunch] = []
     with emulated(device):
-        for hidden, rows, directions in product(UNITS, ROWS, (1, 2)):
+        for hidden, rows, directions, steps in product(UNITS, ROWS, (1, 2), (1, 64)):
             try:
-                launches = persistent_launches(Variant(0, torch.float16, False, hidden, gru), rows, directions)
+                launches = persistent_launches(Variant(0, torch.float16, False, hidden, gru), rows, directions, steps=steps)
             except ContractError:
                 assert device.multi_processor_count * 16 < hidden, "one team has no room"
                 continue

@@ -1,0 +1,171 @@
+"""Launch shapes and packed weights of step.cu, which runs a few steps of many rows: one product of inputs and hidden values for each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.compile import Kernel, resident_clusters, shared_limit
+from kernels.launching import PIECE, ceil_div, multiprocessors, round_up
+from kernels.persistent.packing import SORTED, Launch, Variant
+
+DEPTH, PART = 64, 16
+"""Entries of a chunk of both vectors, and hidden units of a part of a tile."""
+GROUP, GROUP_ROWS = 128, 64
+"""Threads of a warp group, and the rows that it multiplies."""
+STAGES = range(8, 1, -1)
+"""Chunks that may arrive at once, the fastest number first."""
+DIRECT_UNITS = 256
+"""Hidden units up to which blocks read the first hidden values from the states: few blocks read the same values."""
+PLACE_BYTES, ALIGNED = 32, 1024
+
+
+@dataclass(frozen=True)
+class StepPacking:
+    """The layout of the weights in step.cu: see `pack`."""
+
+    def pack(self, recurrent: Tensor) -> Tensor:
+        return pack_columns(recurrent, len(recurrent))
+
+    def pack_with_inputs(self, inputs: Tensor, recurrent: Tensor) -> Tensor:
+        """Return the weights of both vectors: the chunks of the inputs, then those of the hidden vector."""
+        return torch.cat([pack_columns(matrix, len(recurrent)) for matrix in (inputs, recurrent)])
+
+    def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
+        """Return float32 weights as `pack` returns float16 weights, each chunk three times: the scaled weights in float16, for both terms
+        of a hidden value the remainders and the scaled weights again, in the order in which step.cu multiplies them."""
+        scaled = recurrent * scale
+        first = scaled.half()
+        terms = [self.pack(term) for term in (first, (scaled - first.float()).half())]
+        return torch.stack((*terms, terms[0]), dim=1).flatten(0, 1)
+
+
+def pack_columns(matrix: Tensor, hidden: int) -> Tensor:
+    """Return the weights of a vector, (entries, 4 or 3 x hidden), as right operands of wgmma, padded with zeros.
+
+    Shape: (chunks of 64 entries, parts of 16 units, gates by 2 halves, 8 columns, 8 pieces, 8 values). Column 2 q + low of a half has unit
+    4 q + 2 half + low of the part: a lane has the sums of four neighbouring units. The pieces of a column are swizzled as wgmma.cuh
+    describes.
+    """
+    entries, gates = len(matrix), matrix.shape[1] // hidden
+    chunks, units = ceil_div(entries, DEPTH), round_up(hidden, DEPTH)
+    missing = (0, units - hidden, 0, 0, 0, chunks * DEPTH - entries)
+    chunk, entry, gate, part, q, half, low = range(7)
+    split = functional.pad(matrix.reshape(entries, gates, hidden), missing).view(chunks, DEPTH, gates, units // PART, 4, 2, 2)
+    columns = split.permute(chunk, part, gate, half, q, low, entry).reshape(chunks, units // PART, 2 * gates, 8, 8, 8)
+    column = torch.arange(8, device=matrix.device)[:, None]
+    return columns[..., column, torch.arange(8, device=matrix.device) ^ column, :].contiguous()
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Tiles of `rows` rows by `units` hidden units."""
+
+    runs_both: ClassVar[bool] = False
+    packing: ClassVar[StepPacking] = StepPacking()
+    variant: Variant
+    units: int
+    rows: int
+
+    def __str__(self) -> str:
+        return "one product a step"
+
+    @property
+    def pair(self) -> int:
+        """Blocks of a cluster, which fetch weights for each other."""
+        return 2 if self.rows > GROUP_ROWS else 1
+
+    @property
+    def direct(self) -> bool:
+        return self.variant.hidden <= DIRECT_UNITS
+
+    @property
+    def copies_state(self) -> bool:
+        """Whether a state must be copied if rows end in the slots from which they start: another block may not have read it."""
+        return self.direct
+
+    def max_rows(self, directions: int = 1) -> int:
+        """Return the rows of one launch: practically unlimited, because blocks take the tiles in turns."""
+        return 1 << 30
+
+    def has_room(self) -> bool:
+        """Return whether the device has these products, and rows of states whole pieces. Layers with two products a step have other
+        kernels."""
+        hopper = torch.cuda.get_device_capability(self.variant.device) == (9, 0)
+        return hopper and self.variant.hidden % PIECE == 0 and not self.variant.vector
+
+    def runs(self) -> bool:
+        return self.has_room()
+
+    def launch(self, rows: int, directions: int = 1) -> Launch:
+        """Return the launch for this many rows."""
+        kernel, words = self._kernel(), rows * self.variant.hidden * (self.variant.terms + 1)
+        tiles = ceil_div(rows, self.pair * self.rows) * ceil_div(self.variant.hidden, self.units)
+        return Launch(kernel, self.pair * min(tiles, self._clusters(kernel)), self._shared, exchange_words=words, zeroed=False)
+
+    def _clusters(self, kernel: Kernel) -> int:
+        """Return how many clusters run at once, with one block on each multiprocessor."""
+        return resident_clusters(kernel, self._shared) if self.pair > 1 else multiprocessors(self.variant.device)
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + (3 if self.variant.gru else 4) * self.units) * DEPTH * 2
+
+    @property
+    def _stages(self) -> int:
+        limit = shared_limit(self.variant.device)
+        return next(stages for stages in STAGES if self._bytes(stages) <= limit)
+
+    @property
+    def _shared(self) -> int:
+        """Bytes of shared memory of a block: sizeof(Memory)."""
+        return self._bytes(self._stages)
+
+    def _bytes(self, stages: int) -> int:
+        turns, counts, barriers = 2 * 16, 2 * 4 * 4, 8 * (2 * stages + 4)
+        return round_up(stages * self._stage_bytes + 2 * self.rows * PLACE_BYTES + turns + counts + barriers, ALIGNED)
+
+    def _kernel(self) -> Kernel:
+        return self.variant.load(
+            "step.cu",
+            threads=GROUP * (1 + self.rows // GROUP_ROWS),
+            cluster=self.pair,
+            cooperative=True,
+            SIDES=1,
+            ROWS=self.rows,
+            UNITS=self.units,
+            PAIR=self.pair,
+            STAGES=self._stages,
+            SHARED=self._shared,
+            DIRECT=int(self.direct),
+            X_FLOAT32=int(self.variant.data_float32),
+        )
+
+
+class Meetings:
+    """Words in which the blocks of a launch count their meetings: zero before a launch and after it.
+
+    Each launch takes the next two words, also a launch that a CUDA graph captures, so that launches at the same time have different words.
+    """
+
+    LAUNCHES = 4096
+    """A launch that takes the words again comes long after the first has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._words = torch.zeros((self.LAUNCHES, 2), dtype=torch.int32, device=device)
+        self._next = count()
+
+    def take(self) -> int:
+        """Return the address of two words."""
+        return self._words.data_ptr() + next(self._next) % self.LAUNCHES * self._words.stride(0) * self._words.element_size()
+
+
+@cache
+def meetings(device: torch.device) -> Meetings:
+    return Meetings(device)
