@@ -17,7 +17,7 @@ from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.report import Measurement
 from kernels.bench.weights import STORED
-from kernels.bench.workload import BASELINES_ONLY, INT8, Workload
+from kernels.bench.workload import BASELINES_ONLY, INT8, NEXT_STEPS, Workload
 
 
 @dataclass(slots=True)
@@ -74,6 +74,8 @@ class Bench:
                 findings.skipped[line] = None
             elif reason is None:
                 yield Baseline(backend.name, partial(_our_call, backend.name))
+                if workload.kind == NEXT_STEPS and self.device.type == "cuda":
+                    break  # users get the first; the others would take minutes
             elif backend.name != "reference":
                 findings.refused[f"{backend.name} refuses: {reason}"] = None
         baselines = () if workload.dtype == INT8 else self.baselines
@@ -101,7 +103,7 @@ class Bench:
         self, contender: Baseline, workload: Workload, call: TimedCall, expected: ExpectedAnswer, findings: Findings
     ) -> Iterator[tuple[str, timing.Spread]]:
         """Yield every timing. On a grid of sizes, the kernel time is enough where there is one."""
-        graph_only = workload.in_grid and contender.eager_only is None and self.device.type == "cuda"
+        graph_only = workload.kernel_only and contender.eager_only is None and self.device.type == "cuda"
         if not graph_only:
             yield "eager", timing.eager(call.run, self.device, self.budget_s)
         if self.device.type != "cuda":
@@ -114,7 +116,7 @@ class Bench:
             if contender.eager_only is not None:
                 raise timing.NotCapturableError(contender.eager_only)
             yield "kernel", timing.kernel(call.run, check, self.budget_s)
-            if not workload.in_grid:
+            if not workload.kernel_only:
                 yield "replay", timing.replay(call.run, check, self.budget_s)
         except timing.NotCapturableError as error:
             findings.skipped[f"{contender.name} has eager times only: {error}"] = None

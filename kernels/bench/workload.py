@@ -91,6 +91,11 @@ class Workload:
         return self.family in FORMS and self.dtype == "float16" and self.lengths == "equal"
 
     @property
+    def kernel_only(self) -> bool:
+        """Whether only the time of the kernel is of interest on a GPU: there are many sizes."""
+        return self.in_grid or self.kind == NEXT_STEPS
+
+    @property
     def size(self) -> str:
         """Rows and steps, or rows and the kind of their lengths."""
         return f"{self.rows} x {self.steps}" if self.lengths == "equal" else f"{self.rows} {self.lengths}"

@@ -21,8 +21,8 @@ FOLDED_FORMS = FORMS | {"qrnn": FORMS["qrnn"][:1]}
 RECURRENCE_STEPS = (STEPS, 320)
 """Two lengths, which separate the time of a step from the fixed time of a call."""
 
-SESSION_UNITS, SESSIONS, CHUNK_STEPS = (128, 256, 512, 1024), (64, 512, 2048, 8192), (1, 4)
-"""Hidden units, rows and steps of the next chunks of live streams."""
+SESSION_UNITS, SESSIONS, CHUNK_STEPS = (128, 256, 512, 1024), (64, 512, 2048, 8192), {"cpu": (1, 4), "cuda": (1, 2, 4)}
+"""Hidden units and rows of the next chunks of live streams, and their steps by device."""
 
 
 def workloads(family: str, device: str, quick: bool) -> list[Workload]:
@@ -60,7 +60,8 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
     if family not in FORMS:
         if not quick:
             yield _square(family, 1, 512, dtype="bfloat16")
-        yield from _next_steps(family, "float32", 2048 * 512, quick)  # more states would take a CPU seconds
+        # More states would take a CPU seconds.
+        yield from (cell for cell in next_steps(family, "float32", "cpu", quick) if cell.rows * cell.hidden <= 2048 * 512)
     for hidden, rows in product((256,) if quick else (128, 256, 512), (1, 8, 32)):
         yield _square(family, rows, hidden, dtype=INT8, form=_usual(family))
 
@@ -93,7 +94,7 @@ def bidirectional(family: str, rows: int) -> Workload:
 def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     if quick:
         yield from (_square(family, rows, hidden, dtype="float16") for hidden, rows in product((256, 512), (1, 32)))
-        yield from _next_steps(family, "float16", quick=quick)
+        yield from next_steps(family, "float16", "cuda", quick)
         return
     for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
         yield Workload(family, rows, steps, hidden, hidden, dtype="float16")
@@ -101,17 +102,19 @@ def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
     yield from (_square(family, rows, hidden) for hidden, rows in product(*_FLOAT32_ON_CUDA))
     yield from (bidirectional(family, rows) for rows in (1, 32))
     yield deep(family, "float16")
-    yield from _next_steps(family, "float16")
+    for dtype in ("float16", "bfloat16"):
+        yield from next_steps(family, dtype, "cuda")
     if family == "lstm":
         for hidden, rows, steps in product((128, 256, 512), (1, 8), RECURRENCE_STEPS):
             yield Workload(family, rows, steps, 4 * hidden, hidden, dtype="float16", kind="recurrence")
 
 
-def _next_steps(family: str, dtype: str, most_states: int | None = None, quick: bool = False) -> Iterator[Workload]:
-    """most_states: the most rows times hidden units, or None for all sizes."""
-    for hidden, rows, steps in product(SESSION_UNITS[: 1 if quick else None], SESSIONS[: 1 if quick else None], CHUNK_STEPS):
-        if most_states is None or rows * hidden <= most_states:
-            yield Workload(family, rows, steps, hidden, hidden, dtype=dtype, kind=NEXT_STEPS)
+def next_steps(family: str, dtype: str, device: str, quick: bool = False) -> Iterator[Workload]:
+    """Yield the next chunks of live streams. device: cpu or cuda."""
+    for hidden, rows, steps in product(
+        SESSION_UNITS[: 1 if quick else None], SESSIONS[: 1 if quick else None], CHUNK_STEPS[device]
+    ):
+        yield Workload(family, rows, steps, hidden, hidden, dtype=dtype, kind=NEXT_STEPS)
 
 
 def _questions(family: str) -> Iterator[Workload]:

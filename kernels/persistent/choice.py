@@ -217,7 +217,9 @@ def _few_steps_shape(variant: Variant, rows: int, steps: int) -> PersistentShape
     """Return the shape for so few steps that a product for each step is the fastest, or None."""
     if variant.vector:
         return None
-    kind, _ = next(matching_shapes(_few_steps(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0))
+    kind, _ = next(
+        matching_shapes(_few_steps(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0)
+    )
     return None if kind == OTHERS else step_shape(variant, rows, 1, steps)
 
 

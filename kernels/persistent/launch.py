@@ -358,7 +358,11 @@ def _aligned(gates: Tensor) -> Tensor:
 
 
 def _products(
-    layer: Any, packing: Packing | WidePacking | StepPacking | TwoProductsPacking, storage: torch.dtype, *, with_inputs: bool = False
+    layer: Any,
+    packing: Packing | WidePacking | StepPacking | TwoProductsPacking,
+    storage: torch.dtype,
+    *,
+    with_inputs: bool = False,
 ) -> Sequence[_Product]:
     """Return the recurrent products of a step in their order. storage: the dtype in which the kernel holds the weights; with_inputs: it also
     multiplies the inputs."""

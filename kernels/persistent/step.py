@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.compile import Kernel, resident_clusters, shared_limit
 from kernels.launching import PIECE, ceil_div, multiprocessors, round_up
-from kernels.persistent.packing import SORTED, Launch, Variant
+from kernels.persistent.packing import Launch, Variant
 
 DEPTH, PART = 64, 16
 """Entries of a chunk of both vectors, and hidden units of a part of a tile."""

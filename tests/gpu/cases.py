@@ -176,7 +176,14 @@ LAYERS = [
     *(
         layer(form, backend, hidden)
         for form in ONE_PRODUCT
-        for backend, hidden in (("persistent", 40), ("cluster", 131), ("grid", 520), ("wide", 128), ("step", 136), ("step", 520))
+        for backend, hidden in (
+            ("persistent", 40),
+            ("cluster", 131),
+            ("grid", 520),
+            ("wide", 128),
+            ("step", 136),
+            ("step", 520),
+        )
     ),
     *(layer(form, backend, hidden) for form in TWO_PRODUCTS for backend, hidden in (("cluster", 41), ("grid", 520))),
     *(layer(form, "fused", hidden) for form, hidden in zip(SCANS, (40, 130, 72, 104, 40, 72), strict=True)),
@@ -203,7 +210,11 @@ CONVOLUTIONS = [
     conv(OF_TABLES, hidden=65, causal=False),
 ]
 DIRECTIONS = [
-    *(both(form, backend, hidden) for form in ONE_PRODUCT for backend, hidden in (("cluster", 33), ("grid", 100), ("step", 104))),
+    *(
+        both(form, backend, hidden)
+        for form in ONE_PRODUCT
+        for backend, hidden in (("cluster", 33), ("grid", 100), ("step", 104))
+    ),
     *(both(form, backend, 100) for form in TWO_PRODUCTS[:2] for backend in ("cluster", "grid")),
     *(both(form, "fused", 72) for form in SCANS),
 ]

@@ -15,7 +15,6 @@ from kernels.ragged import Encoded, Ragged
 from tests.gpu.cases import GRU, GRU_BEFORE, LSTM, ONE_PRODUCT, PROJECTED, TWO_PRODUCTS
 from tests.gpu.comparisons import agree, assert_any_rows_match, close, outputs, same
 from tests.gpu.inputs import (
-    BFLOAT16,
     FLOAT32,
     HALF,
     HALVES,
@@ -75,7 +74,9 @@ def test_outputs_and_state_match_the_reference(form: Form, backend: str, hidden:
 
 
 @pytest.mark.parametrize("form", [*ONE_PRODUCT, *TWO_PRODUCTS[:2]], ids=str)
-@pytest.mark.parametrize("backend, hidden", [("adaptive", 768), ("persistent", 40), ("cluster", 512), ("grid", 768), ("step", 264)])
+@pytest.mark.parametrize(
+    "backend, hidden", [("adaptive", 768), ("persistent", 40), ("cluster", 512), ("grid", 768), ("step", 264)]
+)
 def test_tf32_matches_the_reference_with_eleven_bits(form: Form, backend: str, hidden: int) -> None:
     with tf32_products():
         for lengths in (RAGGED, [3, 0, 8, *[5] * 90]):

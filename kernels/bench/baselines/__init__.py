@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from kernels.bench.baselines.baseline import Baseline
-from kernels.bench.baselines.comparison import convolution, device_copy, first_sru_package, lstm, one_product
+from kernels.bench.baselines.comparison import (
+    convolution,
+    device_copy,
+    first_sru_package,
+    lstm,
+    one_product,
+    step_products,
+)
 from kernels.bench.baselines.conv import CONV
 from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, scan_steps
 from kernels.bench.baselines.layers import packed, packed_over_ids, padded, padded_over_ids
 from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
 from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
-from kernels.bench.workload import FORMS, Workload
+from kernels.bench.workload import FORMS, NEXT_STEPS, Workload
 from kernels.bench.workloads import in_figure, one_long_row
 
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -17,6 +24,9 @@ CPU, CUDA = ("cpu",), ("cuda",)
 _LAYERS = (
     Baseline("torch padded", padded, encoders=True, states=True, slack=2.0),
     Baseline("torch packed", packed, encoders=True, slack=2.0),
+)
+_STEP_PRODUCTS = Baseline(
+    "step products", step_products, CUDA, states=True, condition=lambda workload: workload.kind == NEXT_STEPS
 )
 _ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU, condition=lambda workload: workload.dtype == "float32")
 _OVER_IDS = (
@@ -68,8 +78,8 @@ _FIGURE = (
 _PACKAGES = {"sru": (_SRU_PACKAGE, _SRU_PACKAGE_OVER_IDS, *_FIGURE), "qrnn": (*_QRNN_SCANS, _FIRST_SRU_PACKAGE)}
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
-    "lstm": (*_LAYERS, *_LSTM_LOOPS, _ONNX_RUNTIME, *_OVER_IDS),
-    "gru": (*_LAYERS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME, *_OVER_IDS),
+    "lstm": (*_LAYERS, _STEP_PRODUCTS, *_LSTM_LOOPS, _ONNX_RUNTIME, *_OVER_IDS),
+    "gru": (*_LAYERS, _STEP_PRODUCTS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME, *_OVER_IDS),
     **{family: (*_SCAN_STEPS, *_PACKAGES.get(family, ()), *_ON_CUDA) for family in FORMS},
     "conv": CONV,
 }

@@ -24,6 +24,22 @@ def one_product(case: BenchCase) -> TimedCall:
     return _product(case.x.data.repeat(1, len(matrix) // case.x.data.shape[1]), matrix)
 
 
+def step_products(case: BenchCase) -> TimedCall:
+    """The products of the next steps of an LSTM or a GRU alone: that of all inputs, then one of the hidden vectors for each step."""
+    (layer,), data, hidden = case.weights, case.x.data, case.state.by_row().hidden.to(case.x.data.dtype)
+
+    def run() -> Tensor:
+        torch.mm(data, layer.input)
+        for _ in range(case.workload.steps):
+            answer = torch.mm(hidden, layer.recurrent)
+        return answer
+
+    matrix = layer.recurrent
+    return TimedCall(
+        run, expected=_few_tokens(hidden, matrix.shape[1], lambda few: few.double() @ matrix.double(), len(matrix))
+    )
+
+
 def square_product(case: BenchCase) -> TimedCall:
     """The square data times a random matrix of the same size: the highest rate of the device."""
     data = case.x.data

@@ -13,6 +13,7 @@ from kernels.bench.workloads import (
     bidirectional,
     deep,
     in_figure,
+    next_steps,
     one_long_row,
     workloads,
 )
@@ -157,10 +158,23 @@ def _gated_goals(family: str, deep_limit: Limit) -> list[Goal]:
     ]
 
 
+def _next_steps_goals(family: str, dtype: str) -> list[Goal]:
+    """Return the goals of the next chunks of many live streams."""
+    cells = [cell for cell in next_steps(family, dtype, "cuda") if cell.rows >= 512]
+    many = [cell for cell in cells if cell.rows >= 2048]
+    name, products = f"{family}, next steps, {dtype}", over(time_of("step products"))
+    return [
+        Goal(f"{name}, torch padded, kernel, geometric mean", cells, _PADDED, Limit(1.3), "mean"),
+        Goal(f"{name}, torch padded, kernel, smallest", cells, _PADDED, Limit(1), has_grid=True),
+        Goal(f"{name}, 2048 rows or more over their products", many, products, Limit(1.25, "times"), has_grid=True),
+    ]
+
+
 GOALS = [
     # LSTM and GRU: the value of a comparison is the baseline's time as a multiple of our backend's.
     *_gated_goals("lstm", Limit(2.5)),
     *_gated_goals("gru", Limit()),
+    *(goal for family in ("lstm", "gru") for dtype in ("float16", "bfloat16") for goal in _next_steps_goals(family, dtype)),
     Goal("recurrence, a step", _SHORT_STEP, step_us, Limit(0.45, "us"), "each"),
     Goal("recurrence, a step", _LONG_STEP, step_us, Limit(0.6, "us"), "each"),
     Goal("recurrence, fixed", RECURRENCES, fixed_us, Limit(8, "us"), "each"),
