@@ -194,14 +194,9 @@ def step_refusal(cell: PersistentCell, problem: Problem) -> str | None:
 def describe(cell: PersistentCell, find_shape: FindShape, problem: Problem) -> str:
     """Return which kernel runs for which numbers of steps and rows."""
     variant = cell.variant(problem)
-    steps = "two products a step: " if variant.vector else ""
-    many = steps + _by_rows(variant, find_shape, MANY)
-    few = [] if variant.vector else _few_steps(variant)
-    for most in sorted({shape["steps"] for shape in few if "steps" in shape}, reverse=True):
-        of_few = _by_rows(variant, find_shape, most)
-        if of_few != many:
-            return f"{many}; up to {most} steps: {of_few}"
-    return many
+    prefix = "two products a step: " if variant.vector else ""
+    many, one = (prefix + _by_rows(variant, find_shape, steps) for steps in (MANY, 1))
+    return many if one == many else f"{many}; a single step: {one}"
 
 
 def _by_rows(variant: Variant, find_shape: FindShape, steps: int) -> str:

@@ -2,11 +2,11 @@
 first two; and `adaptive`, the fastest of all for a number of rows and steps, which also runs several levels at once in wide.cu. Layers with
 two dependent products in each step run in two_products.cu, in a cluster or in a grid.
 
-The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
-float32. A float32 weight is two float16 numbers or, where TF32 is allowed, one, which has the 11 significant bits of TF32. `cluster` and
-`grid` sum in the same order wherever the number of rows chooses between them, `wide` and `step` in others: a row of `adaptive` may differ in
-its last bits with the number of rows and steps in its batch. Nothing waits for the device. A call may be captured in a CUDA graph: offsets, slots and
-values are read when the graph runs.
+The first three hold their recurrent weights in registers and shared memory for all steps; `step` reads them in every step. Weights are
+float16 or bfloat16; sums and cells are float32. A float32 weight is two float16 numbers or, where TF32 is allowed, one, which has the 11
+significant bits of TF32. `cluster` and `grid` sum in the same order wherever the number of rows chooses between them, `wide` and `step` in
+others: a row of `adaptive` may differ in its last bits with the numbers of rows and steps in its batch. Nothing waits for the device. A
+call may be captured in a CUDA graph: offsets, slots and values are read when the graph runs.
 """
 
 from __future__ import annotations
@@ -364,8 +364,8 @@ def _products(
     *,
     with_inputs: bool = False,
 ) -> Sequence[_Product]:
-    """Return the recurrent products of a step in their order. storage: the dtype in which the kernel holds the weights; with_inputs: it also
-    multiplies the inputs."""
+    """Return the recurrent products of a step in their order. storage: the dtype of the kernel's weights; with_inputs: it also multiplies
+    the inputs."""
     if with_inputs:
         assert isinstance(packing, StepPacking)
         return (_with_inputs(layer, packing, storage),)

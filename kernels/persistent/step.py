@@ -1,4 +1,4 @@
-"""Launch shapes and packed weights of step.cu, which runs a few steps of many rows: one product of inputs and hidden values for each step."""
+"""Launch shapes and packed weights of step.cu, which runs many rows by one product of inputs and hidden values for each step."""
 
 from __future__ import annotations
 

@@ -85,14 +85,17 @@ def test_tf32_matches_the_reference_with_eleven_bits(form: Form, backend: str, h
 
 
 @pytest.mark.parametrize("form", [LSTM, GRU], ids=str)
+@pytest.mark.parametrize("backend, hidden", [("cluster", 512), ("step", 512), ("step", 1024)])
 @pytest.mark.parametrize("factor", [0.0, 1e-6, 1.0, 8.0])
-def test_error_in_float32_is_at_most_twice_that_of_float32_products(form: Form, factor: float) -> None:
-    x, weights, state = gates(form, [100, 60, 80, 7], 512, storage=FLOAT32)
+def test_error_in_float32_is_at_most_twice_that_of_float32_products(
+    form: Form, backend: str, hidden: int, factor: float
+) -> None:
+    x, weights, state = gates(form, [100, 60, 80, 7], hidden, storage=FLOAT32)
     problem = Arguments(x, replace(weights, recurrent=weights.recurrent * factor), state)
     expected = form.exact(problem).steps
     errors = []
-    for backend in ("framework", "cluster"):
-        steps = form.run(*problem, backend=backend).steps
+    for each in ("framework", backend):
+        steps = form.run(*problem, backend=each).steps
         assert steps is not None and expected is not None
         errors.append(float((steps.double() - expected).square().mean().sqrt()))
     assert errors[1] <= 2 * errors[0], f"{errors[1]:.3g}, and {errors[0]:.3g} with float32 products"
@@ -214,10 +217,21 @@ def test_step_kernel_converts_inputs_of_any_width(form: Form, width: int, storag
     expected = form.exact(Arguments(x, weights, state))
     for data in (x.data, x.data.float(), x.data.double()):
         agree(form.run(Ragged(data, x.offsets), weights, state, backend="step"), expected, TOLERANCE[storage])
-    in_place = replace(state, slots=torch.arange(x.rows, device="cuda"))
-    for array in (state, in_place, None):
-        encoded = form.run(x, weights, map_arrays(array, torch.clone) if array else None, backend="step")
-        agree(encoded, form.exact(Arguments(x, weights, array and state)), TOLERANCE[storage])
+    zeros = form.exact(Arguments(x, weights, None))
+    agree(form.run(x, weights, None, backend="step"), zeros, TOLERANCE[storage])
+
+
+@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("hidden", [136, 264])
+def test_step_kernel_ends_rows_in_the_slots_where_they_start(form: Form, hidden: int) -> None:
+    x, weights, state = made(form, random_lengths(700, 3), hidden)
+    expected = form.exact(Arguments(x, weights, state))
+    slots = torch.randperm(x.rows, device="cuda", dtype=torch.int32)
+    caches = map_arrays(state, lambda array: torch.empty_like(array).index_copy_(0, slots, array))
+    encoded = form.run(x, weights, replace(caches, slots=slots), backend="step")
+    for name, array in arrays(state).items():
+        assert getattr(encoded.state, name) is getattr(caches, name) and array.shape == getattr(caches, name).shape
+        close(getattr(caches, name)[slots], getattr(expected.state, name), TOLERANCE[HALF], name)
 
 
 @pytest.mark.parametrize("form", [Form("lstm", ids=True), Form("gru", reset="after", ids=True)], ids=str)

@@ -83,7 +83,13 @@ FEW = "the grid with 8 units per block up to 8 rows, the grid with 16 units per 
     "family, backend, hidden, variants, description",
     [
         ("lstm", "persistent", 512, (), "clusters of 16 blocks up to 128 rows, the grid with 16 units per block"),
-        ("lstm", "adaptive", 1024, (), f"{FEW}, wide tiles of 64 rows; up to 4 steps: {FEW}, one product a step"),
+        (
+            "lstm",
+            "adaptive",
+            1024,
+            (),
+            f"{FEW}, wide tiles of 64 rows up to 512 rows, one product a step; a single step: one product a step",
+        ),
         (
             *("gru", "persistent", 512, (RESET_BEFORE,)),
             "two products a step: clusters of 16 blocks up to 32 rows, clusters of 8 blocks up to 64 rows, "
