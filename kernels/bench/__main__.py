@@ -47,8 +47,8 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
     measurements = _with_shares(findings.measurements, device, setting)
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
     print(report.table(measurements))
-    for part in filter(None, (report.shares(measurements), report.extras(measurements))):
-        print(f"\n{part}\n")
+    if shares := report.shares(measurements):
+        print(f"\n{shares}\n")
     for line in (*findings.refused, *findings.skipped, *(f"WRONG: {error}" for error in findings.wrong)):
         print(line)
     backends = [backend.name for backend in import_module(f"kernels.{family}").BACKENDS]

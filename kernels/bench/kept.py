@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from kernels.bench.convolutions import LARGE, dense, text_cnn
 from kernels.bench.goals import goals_for
 from kernels.bench.goals.evaluation import Times
 from kernels.bench.report import Measurement
 from kernels.bench.workload import IDS
 
-STRATEGIES = (text_cnn(32), dense(32, 512, "width 3"))
-"""Convolutions for which the README compares all strategies, in float32 on a CPU and in float16 on a GPU."""
-STRATEGIES_ON_CUDA = (*(replace(workload, dtype="float16") for workload in STRATEGIES), LARGE)
 WIDE = (768, 1024, 2048)
 """Hidden units of the layers for which the README compares the wide kernel with the grid kernel."""
 
@@ -23,12 +18,7 @@ def kept(measurements: Sequence[Measurement], backends: Sequence[str], device: s
     times = Times(measurements, backends)
     for goal in goals_for(device, threads):
         goal.values(times)
-    is_quoted = _is_quoted_on_cuda if device == "cuda" else _is_quoted_on_cpu
-    return [one for one in measurements if times.has_used(one) or is_quoted(one)]
-
-
-def _is_quoted_on_cpu(one: Measurement) -> bool:
-    return one.workload in STRATEGIES
+    return [one for one in measurements if times.has_used(one) or (device == "cuda" and _is_quoted_on_cuda(one))]
 
 
 def _is_quoted_on_cuda(one: Measurement) -> bool:
@@ -37,7 +27,7 @@ def _is_quoted_on_cuda(one: Measurement) -> bool:
         return False
     if work.family == "conv":
         if one.timing == "kernel":
-            return work in STRATEGIES_ON_CUDA or ours or one.backend == "torch conv1d"
+            return ours or one.backend == "torch conv1d"
         return ours and work.kind in IDS
     if work.kind != "layer" or work.lengths != "equal":
         return False

@@ -90,7 +90,7 @@ class Bench:
             with torch.inference_mode():
                 error = expected.error(call.read(call.run()))
                 for timed, spread in self._timings(contender, case.workload, call, expected, findings):
-                    measurement = Measurement(case.workload, contender.name, timed, spread, error, call.extra)
+                    measurement = Measurement(case.workload, contender.name, timed, spread, error)
                     findings.measurements.append(measurement)
         except MissingError as error:
             findings.skipped[f"{contender.name} is skipped: {error}"] = None

@@ -19,15 +19,10 @@ from kernels.device_name import device_name as device_name  # the scenarios of t
 
 PACKAGES = ("numpy", "onnxruntime", "sru", "cupy-cuda13x", "numba")
 
-MEMORY, FACTORS, SHARE = "memory_growth", "error_of_the_factors", "share_of_the_product_rate"
-EXTRA = (MEMORY, FACTORS, SHARE)
-"""Additional values of some measurements: bytes that a strategy copies, relative to the input; error of factorised filters, relative to the
-true filters; multiplications a second, relative to a large product on the same device."""
-
-FMA_SHARE, READ_SHARE = "share_of_peak_fma", "share_of_memory_rate"
-BOUNDS = {FMA_SHARE: "peak FMA", READ_SHARE: "memory"}
-"""Additional values of measurements on a CPU, by what bounds their workload: the share of the peak rate of multiply-adds, or of the rate
-at which weights are read from caches and memory."""
+FMA_SHARE, READ_SHARE, PRODUCT_SHARE = "share_of_peak_fma", "share_of_memory_rate", "share_of_the_product_rate"
+BOUNDS = {FMA_SHARE: "peak FMA", READ_SHARE: "memory", PRODUCT_SHARE: "product rate"}
+"""Additional values of measurements, by what bounds their workload: the share of the peak rate of multiply-adds, or of the rate at which
+weights are read from caches and memory, on a CPU; the share of the rate of a large product on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +53,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One backend or baseline on one workload, with one kind of timing. error: largest error against the reference; extra: by name of
-    EXTRA or BOUNDS."""
+    """One backend or baseline on one workload, with one kind of timing. error: largest error against the reference; shares: by name of
+    BOUNDS."""
 
     workload: Workload
     backend: str
     timing: str
     spread: Spread
     error: float
-    extra: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, setting: Setting) -> dict[str, object]:
         work, environment = self.workload, {name: value for name, value in asdict(setting).items() if value is not None}
@@ -88,7 +83,7 @@ class Measurement:
             "timing": self.timing,
             **asdict(self.spread),
             "error": self.error,
-            **self.extra,
+            **self.shares,
             **environment,
         }
 
@@ -106,33 +101,17 @@ def table(measurements: Sequence[Measurement]) -> str:
     return aligned(lines)
 
 
-def extras(measurements: Sequence[Measurement]) -> str:
-    """Return a table for each name of EXTRA that has values: a line for each workload, a column for each backend."""
-    return "\n\n".join(aligned(lines) for name in EXTRA if len(lines := _extra(measurements, name)) > 1)
-
-
 def shares(measurements: Sequence[Measurement]) -> str:
     """Return a line for each workload, with its bound and the share of each backend; empty without shares."""
     cells: dict[tuple[Workload, str], dict[str, str]] = {}
-    for one in measurements:
-        for name in BOUNDS.keys() & one.extra.keys():
-            cells.setdefault((one.workload, BOUNDS[name]), {})[one.backend] = f"{one.extra[name]:.0%}".replace("%", " %")
+    for one in sorted(measurements, key=lambda one: one.timing == "kernel"):  # kernel times come last and replace others
+        for name, share in one.shares.items():
+            cells.setdefault((one.workload, BOUNDS[name]), {})[one.backend] = f"{share:.0%}".replace("%", " %")
     backends = list(dict.fromkeys(backend for by_backend in cells.values() for backend in by_backend))
     lines = [["workload", "share of", *backends]]
     for (workload, bound), by_backend in cells.items():
         lines.append([str(workload), bound, *(by_backend.get(backend, "-") for backend in backends)])
     return aligned(lines) if cells else ""
-
-
-def _extra(measurements: Sequence[Measurement], name: str) -> list[list[str]]:
-    having = [one for one in measurements if name in one.extra]
-    by_timing = sorted(having, key=lambda one: one.timing == "kernel")  # kernel times come last and replace others
-    cells = {(one.workload, one.backend): f"{one.extra[name]:.3g}" for one in by_timing}
-    backends = list(dict.fromkeys(one.backend for one in having))
-    lines = [[name.replace("_", " "), *backends]]
-    for workload in dict.fromkeys(one.workload for one in having):
-        lines.append([str(workload), *(cells.get((workload, backend), "-") for backend in backends)])
-    return lines
 
 
 def _cell(spread: Spread | None, fastest: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kernels.bench.peaks import Peaks
-from kernels.bench.report import FMA_SHARE, READ_SHARE, SHARE, Measurement
+from kernels.bench.report import FMA_SHARE, PRODUCT_SHARE, READ_SHARE, Measurement
 from kernels.bench.work import multiplications, weights_read
 from kernels.bench.workload import Workload
 
@@ -31,7 +31,7 @@ def with_shares_of_peaks(measurements: Sequence[Measurement], peaks: Peaks) -> l
 
     def with_share(one: Measurement) -> Measurement:
         least_us, share = bound(one.workload, peaks)
-        return replace(one, extra={**one.extra, share: round(least_us / one.spread.median_us, 5)})
+        return replace(one, shares={share: round(least_us / one.spread.median_us, 5)})
 
     return [with_share(one) for one in measurements]
 
@@ -46,7 +46,7 @@ def with_shares_of_product(measurements: Sequence[Measurement]) -> list[Measurem
         if one.workload.family != "conv" or one.workload.kind == "product" or of_product is None:
             return one
         rate = _rate(one)
-        return replace(one, extra={**one.extra, SHARE: round(rate / of_product, 5)}) if rate else one
+        return replace(one, shares={PRODUCT_SHARE: round(rate / of_product, 5)}) if rate else one
 
     return [with_share(one) for one in measurements]
 

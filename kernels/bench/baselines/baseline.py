@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -25,14 +25,12 @@ class MissingError(Exception):
 class TimedCall:
     """`run` is timed; `read` converts its answer to our layout: (rows, hidden), or (tokens, hidden) for every step.
 
-    expected: the expected answer, if `run` computes another function than our layer; extra: additional values, by names of
-    `kernels.bench.report`.
+    expected: the expected answer, if `run` computes another function than our layer.
     """
 
     run: Callable[[], Any]
     read: Callable[[Any], Tensor] = lambda answer: answer
     expected: ExpectedAnswer | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

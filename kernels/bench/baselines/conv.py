@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d as library
@@ -11,9 +12,10 @@ from torch.nn.functional import embedding
 from torch.nn.functional import pad as zero_pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kernels.bench.baselines.baseline import TimedCall, pad
-from kernels.bench.baselines.conv.padded_batch import until, whole_windows
+from kernels.bench.baselines.baseline import Baseline, TimedCall, pad
+from kernels.bench.baselines.comparison import square_product
 from kernels.bench.case import BenchCase
+from kernels.bench.workload import EMBEDDED, STACKS, Workload
 from kernels.conv.types import ConvBlock, ConvWeights
 
 
@@ -55,7 +57,7 @@ def layer_by_layer(case: BenchCase) -> TimedCall:
         return steps
 
     if case.want == "steps":
-        inside = until(case, case.lengths, data.shape[2])
+        inside = _until(case, case.lengths, data.shape[2])
         return TimedCall(run, lambda answer: answer.transpose(1, 2)[inside])
     last = torch.tensor(case.lengths, device=data.device)[:, None, None] - 1
     return TimedCall(lambda: run().take_along_dim(last, dim=2)[..., 0])
@@ -67,7 +69,7 @@ def _over(case: BenchCase, channels_last: bool) -> TimedCall:
     if case.want == "max":
         return _pooled(case, lambda: data, data.shape[2], channels_last)
     (layer,) = layers
-    taps, inside = _filters(layer, channels_last), until(case, case.lengths, data.shape[2])
+    taps, inside = _filters(layer, channels_last), _until(case, case.lengths, data.shape[2])
     return TimedCall(
         lambda: library(data, taps, layer.bias, padding=layer.left).relu_(), lambda answer: answer.transpose(1, 2)[inside]
     )
@@ -81,7 +83,7 @@ def _pooled(case: BenchCase, data: Callable[[], Tensor], longest: int, channels_
         if not case.ragged:
             return lambda seen: library(seen, taps, layer.bias).relu_().amax(2)
         # Windows that reach into the padding must not change the maximum. After a ReLU, zeros do not.
-        inside = until(case, whole_windows(case, layer), longest - layer.reach + 1)[:, None]
+        inside = _until(case, _whole_windows(case, layer), longest - layer.reach + 1)[:, None]
         return lambda seen: (library(seen, taps, layer.bias).relu_() * inside).amax(2)
 
     pools = [prepared(layer) for layer in case.weights]
@@ -101,3 +103,33 @@ def _filters(layer: ConvWeights, channels_last: bool) -> Tensor:
 def _in_layout(values: Tensor, channels_last: bool) -> Tensor:
     """Transpose (rows, steps, channels) to (rows, channels, steps), with or without moving the data."""
     return values.contiguous().transpose(1, 2) if channels_last else values.transpose(1, 2).contiguous()
+
+
+def _whole_windows(case: BenchCase, layer: ConvWeights) -> list[int]:
+    """Return the windows of each row, for a layer without padding."""
+    counts: list[int] = layer.steps(np.array(case.lengths)).tolist()
+    return counts
+
+
+def _until(case: BenchCase, counts: list[int], longest: int) -> Tensor:
+    """Return a mask (rows, longest) of the first `counts` positions of each row."""
+    device = case.x.data.device
+    return torch.arange(longest, device=device) < torch.tensor(counts, device=device)[:, None]
+
+
+def _over_vectors(workload: Workload) -> bool:
+    return workload.kind in ("text-cnn", "dense-conv")
+
+
+def _over_ids(workload: Workload) -> bool:
+    """The baseline is the same for both of our forms, so it runs once."""
+    return workload.kind == "text-cnn-ids" and workload.form == EMBEDDED
+
+
+CONV = (
+    Baseline("one product", square_product, condition=lambda workload: workload.kind == "product"),
+    Baseline("torch conv1d", conv1d, condition=_over_vectors),
+    Baseline("torch conv1d", embedding_and_conv1d, condition=_over_ids),
+    Baseline("torch conv1d", layer_by_layer, condition=lambda workload: workload.kind in STACKS),
+    Baseline("channels last", channels_last, condition=_over_vectors),
+)
