@@ -25,7 +25,8 @@ __device__ __forceinline__ unsigned narrow(float low, float high) {
 __device__ __forceinline__ float value_of(float value) { return value; }
 __device__ __forceinline__ float value_of(Half value) { return widen(value); }
 
-// Devices before compute capability 9.0 have no clusters, and each of their kernels begins after the kernels before it have ended.
+// Devices before compute capability 9.0 have no clusters, and each of their kernels begins after the kernels before it have
+// ended.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define BEFORE_HOPPER 1
 #define WAIT "test_wait"
@@ -91,6 +92,21 @@ __device__ __forceinline__ unsigned cluster_rank() {
 }
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrives in another block of the cluster. Nothing is released, so no fence is needed: the products have read the stage.
+__device__ __forceinline__ void arrive_at(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Fetches to the same place in both blocks of a cluster.
+__device__ __forceinline__ void fetch_for_both(unsigned to, const void* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+                 "%4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)3) : "memory");
+}
+// Adds one to a counter that other blocks of the device wait for, after everything that this thread and those that it has met
+// wrote.
+__device__ __forceinline__ void announce_to_device(unsigned* counter) {
+    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // Returns the larger value, or NaN if either is NaN.

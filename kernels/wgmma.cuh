@@ -1,6 +1,6 @@
-// Tensor-core products of a warp group (wgmma, m64nNk16): `multiply` for each N, the number of columns. Operands: left (64, 16) and right
-// (N, 16). Both are in shared memory in rows of 128 bytes, eight rows to 1 KiB. The 16-byte pieces of a row are swizzled: piece p of row r is
-// at position p ^ r % 8.
+// Tensor-core products of a warp group (wgmma, m64nNk16): `multiply` for each N, the number of columns. Operands: left (64, 16)
+// and right (N, 16). Both are in shared memory in rows of 128 bytes, eight rows to 1 KiB. The 16-byte pieces of a row are
+// swizzled: piece p of row r is at position p ^ r % 8.
 
 #define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define FIRST_TEN "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
@@ -16,13 +16,15 @@
 #define TYPES ".f32.f16.f16 "
 #endif
 
-// Defines multiply(sums, left, right, add): sums = left @ right^T, or sums += left @ right^T if `add`, 16 columns deep. left, right: addresses
-// in the form of `piece_at`. The first operands of the instruction are the sums; after them come the matrices, and whether to add.
-#define MULTIPLY(columns, all_sums, left_at, right_at, adds, ...)                                                                        \
-    __device__ __forceinline__ void multiply(float (&sums)[columns / 2], unsigned left, unsigned right, int add) {                       \
-        asm volatile("{.reg .pred p; .reg .b64 x, w; setp.ne.b32 p, " adds ", 0; mov.b64 x, {" left_at ", 0x40000040}; mov.b64 w, {"     \
-                     right_at ", 0x40000040};wgmma.mma_async.sync.aligned.m64n" #columns "k16" TYPES "{" all_sums                        \
-                     "}, x, w, p, 1, 1, 0, 0;}" : __VA_ARGS__ : "r"(left), "r"(right), "r"(add));                                        \
+// Defines multiply(sums, left, right, add): sums = left @ right^T, or sums += left @ right^T if `add`, 16 columns deep. left,
+// right: addresses in the form of `piece_at`. The first operands of the instruction are the sums; after them come the matrices,
+// and whether to add.
+#define MULTIPLY(columns, all_sums, left_at, right_at, adds, ...)                                                              \
+    __device__ __forceinline__ void multiply(float (&sums)[columns / 2], unsigned left, unsigned right, int add) {             \
+        asm volatile("{.reg .pred p; .reg .b64 x, w; setp.ne.b32 p, " adds ", 0; mov.b64 x, {" left_at ", 0x40000040}; "       \
+                     "mov.b64 w, {" right_at ", 0x40000040};"                                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16" TYPES "{" all_sums                                     \
+                     "}, x, w, p, 1, 1, 0, 0;}" : __VA_ARGS__ : "r"(left), "r"(right), "r"(add));                              \
     }
 MULTIPLY(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", EIGHT(0))
 MULTIPLY(24, FIRST_TEN "%10,%11", "%12", "%13", "%14", EIGHT(0), FOUR(8))

@@ -1,22 +1,27 @@
 // Shared by the kernels of the LSTM and the GRU: types, the matrix product of one octet of rows, the cell, and the outputs.
 //
-//   LSTM   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)    c = f c + i g    h = o tanh(c)     (Hochreiter and Schmidhuber 1997)
+//   LSTM   i, f, o = sigmoid(x + h R)    g = tanh(x + h R)   c = f c + i g   h = o tanh(c)   (Hochreiter and Schmidhuber 1997)
 //          PEEPHOLES add p c to the inputs of i and f, and p c of the new c to that of o         (Gers and Schmidhuber 2000)
 //   GRU    r, z = sigmoid(x + h R)    n = tanh(x + r (h R + b))    h = n + z (h - n)             (Cho et al. 2014, as in cuDNN)
 //
 // The four sums of an LSTM's unit are i, f, g, o. The four sums of a GRU's unit are r, z, the product of n, and the input of n:
 // the weights of the fourth sum are zero. The cell of a GRU is its hidden value in float32.
 //
-// A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product. Its left operand
-// is the recurrent weights, its right operand the hidden vectors. A row's values do not depend on its octet, tile or launch: the order in
-// which its products are summed depends on the hidden size alone.
+// A batch is processed eight rows at a time. An octet of rows is the eight columns of the tensor cores' m16n8k16 product. Its
+// left operand is the recurrent weights, its right operand the hidden vectors. A row's values do not depend on its octet, tile
+// or launch: the order in which its products are summed depends on the hidden size alone.
 //
-// Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the pieces of a
-// group next to each other. The weights are packed so that a lane's piece is its operand of two products (see `pack` in packing.py).
+// Blocks exchange pieces. A piece is 16 bytes: the eight units of one group of one row. Buffers of hidden vectors keep the
+// pieces of a group next to each other. The weights are packed so that a lane's piece is its operand of two products (see
+// `pack` in packing.py).
 
 // FLOAT32 weights and hidden values are sums of two float16 numbers, of about 22 bits. The product of both small terms is
 // left out. The weights are scaled to numbers below 2^14, so that their small terms are normal numbers.
 
+// Macros of all kernels of this folder, which `Variant.load` of packing.py defines: THREADS of a block; SIDES, the directions
+// or levels of a launch; SORTED, rows that are sorted together; BFLOAT16, FLOAT32, the dtype of the weights, float16 without
+// both; GATES_FLOAT32, gate inputs in float32; GRU, PEEPHOLES, PROJECTED, the cell. `.clangd` has an example of each macro for
+// editors.
 #define EXACT FLOAT32
 #include "../device.cuh"
 
@@ -81,15 +86,16 @@ __device__ __forceinline__ Kept kept(float hidden) { return narrow(hidden); }
 __device__ __forceinline__ Half term_of(Kept hidden, int) { return hidden; }
 #endif
 
-// sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows). Lane 4 g + q holds the sums of rows g and g + 8, columns 2q and 2q + 1.
+// sums += weights (16 gate rows x 16) @ hidden (16 x 8 rows). Lane 4 g + q holds the sums of rows g and g + 8, columns 2q and
+// 2q + 1.
 __device__ __forceinline__ void multiply(float (&sums)[4], const Quad& weights, unsigned low, unsigned high) {
     asm(PRODUCT "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(low), "r"(high));
 }
 
-// The gate inputs of one unit at one step, or zeros if the row has no such step. They stay in the format of memory: a conversion would
-// wait for the load.
+// The gate inputs of one unit at one step, or zeros if the row has no such step. They stay in the format of memory: a
+// conversion would wait for the load.
 struct Input {
     Gate i, f, g, o;
 
@@ -106,7 +112,8 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, const Q
                  ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(barrier) : "memory");
 }
 
-// The arguments of one direction. Outputs that are not requested are null. Every member has eight bytes: the launcher passes integers.
+// The arguments of one direction. Outputs that are not requested are null. Every member has eight bytes: the launcher passes
+// integers.
 struct Call {
     const Gate* gates;                  // (tokens, BLOCKS hidden), `gates_apart` from token to token
     const Quad* packed;                 // the recurrent weights, by group, chunk, product, term, lane
@@ -137,14 +144,15 @@ struct Call {
     __device__ long long first_token(long long row) const { return forward ? offset(row) : offset(row + 1) - 1; }
     __device__ long long token(long long begin, int t) const { return forward ? begin + t : begin - t; }
 };
-// The arguments of a launch: of one direction, or of both, each with half of the blocks. Each direction of two_products.cu has two.
+// The arguments of a launch: of one direction, or of both, each with half of the blocks. Each direction of two_products.cu has
+// two.
 struct Calls {
     Call sides[SIDES];
     long long blocks;                   // of a direction
 };
 
-// Writes the rows of this tile, longest first. Rows are sorted within blocks of up to SORTED rows; one thread counts a row's rank.
-// lengths: room for SORTED; rows: room for 8 octets. Ends with a barrier of the thread block.
+// Writes the rows of this tile, longest first. Rows are sorted within blocks of up to SORTED rows; one thread counts a row's
+// rank. lengths: room for SORTED; rows: room for 8 octets. Ends with a barrier of the thread block.
 __device__ void choose_rows(const Call& call, int octets, long long tile, int* lengths, Row* rows) {
     const int width = (int)call.width, tile_rows = width * octets, tiles = SORTED / tile_rows;
     const long long block = call.first + tile / tiles * tiles * tile_rows;
@@ -159,7 +167,8 @@ __device__ void choose_rows(const Call& call, int octets, long long tile, int* l
         int rank = -first;
         for (int other = 0; other < count; ++other)
             rank += lengths[other] > length || (lengths[other] == length && other < row);
-        if (rank >= 0 && rank < tile_rows) rows[rank / width * 8 + rank % width] = Row{(int)block + row, length, call.first_token(block + row)};
+        if (rank >= 0 && rank < tile_rows)
+            rows[rank / width * 8 + rank % width] = Row{(int)block + row, length, call.first_token(block + row)};
     }
     __syncthreads();
 }
@@ -183,12 +192,17 @@ __device__ __forceinline__ Own own_of(const Call& call, int unit) {
 // Returns the factor for a product with the exchanged values.
 __device__ __forceinline__ float unit_of(const Call& call) { return FLOAT32 ? 1.0f / *call.scale : GRU ? 16.0f : 1.0f; }
 
+// A sigmoid gate, and the new hidden value of a GRU.
+__device__ __forceinline__ float gate_of(float product, float by, float x) { return sigmoid_of(fmaf(product, by, x)); }
+__device__ __forceinline__ float updated(float hidden, float update, float candidate) {
+    return candidate + update * (hidden - candidate);
+}
+
 // Advances a cell by one step, from the product with the exchanged values and the gate inputs. Returns the new hidden value.
 __device__ __forceinline__ Kept advance(float& cell, const Gates& product, float by, const Gates& x, const Own& own) {
 #if GRU
-    const float r = sigmoid_of(fmaf(product.i, by, x.i)), z = sigmoid_of(fmaf(product.f, by, x.f));
-    const float n = tanh_of(x.o + r * fmaf(product.g, by, own.bias));
-    cell = n + z * (cell - n);
+    const float r = gate_of(product.i, by, x.i), z = gate_of(product.f, by, x.f);
+    cell = updated(cell, z, tanh_of(x.o + r * fmaf(product.g, by, own.bias)));
     return kept(cell);
 #else
     Gates gates{fmaf(product.i, by, x.i), fmaf(product.f, by, x.f), fmaf(product.g, by, x.g), fmaf(product.o, by, x.o)};
@@ -236,7 +250,8 @@ struct Cell {
     }
 };
 
-// The index of a piece in a buffer: by chunk of 32 units, then by row, so that the rows of a partly filled octet are contiguous.
+// The index of a piece in a buffer: by chunk of 32 units, then by row, so that the rows of a partly filled octet are
+// contiguous.
 __device__ __forceinline__ int piece_index(int group, int column) { return group / 4 * 32 + column * 4 + group % 4; }
 
 // Returns the piece of one group in the state that a row starts from, or of its small terms.

@@ -1,13 +1,17 @@
 // A recurrent layer that fits a thread-block cluster: one launch for all steps, and the recurrent weights never move.
 //
-// A cluster of CTAS blocks owns a tile of OCTETS octets of rows. Block `rank` owns UNITS of the hidden units. Two warps share a group of
-// eight units; each multiplies one half of the hidden vector, with its weights in registers (HELD products) and shared memory (the
-// rest). Lane 4 g + q then holds half of the sum of all four gates of unit g, for rows 2q and 2q + 1. The two warps exchange halves, so
-// that a lane of half s owns one cell of each octet: unit g of row 2q + s.
+// A cluster of CTAS blocks owns a tile of OCTETS octets of rows. Block `rank` owns UNITS of the hidden units. Two warps share a
+// group of eight units; each multiplies one half of the hidden vector, with its weights in registers (HELD products) and shared
+// memory (the rest). Lane 4 g + q then holds half of the sum of all four gates of unit g, for rows 2q and 2q + 1. The two warps
+// exchange halves, so that a lane of half s owns one cell of each octet: unit g of row 2q + s.
 //
-// A block gathers its new hidden values in its shared memory and copies them to every block of the cluster, whole lines at a time
-// (st.async). A barrier of each octet counts the bytes that arrive, and the next step waits on it. No other barrier spans the cluster.
-// A block writes step t + 1 of an octet only when all of step t has arrived, and every block sends step t after it has read step t - 1.
+// A block gathers its new hidden values in its shared memory and copies them to every block of the cluster, whole lines at a
+// time (st.async). A barrier of each octet counts the bytes that arrive, and the next step waits on it. No other barrier spans
+// the cluster. A block writes step t + 1 of an octet only when all of step t has arrived, and every block sends step t after it
+// has read step t - 1.
+//
+// Macros besides those of cell.cuh: CTAS blocks of a cluster, UNITS of a block, OCTETS of a tile, HELD products in registers,
+// SHARED bytes of a block.
 constexpr int HIDDEN = CTAS * UNITS, GROUPS = UNITS / 8, WARPS = 2 * GROUPS;
 constexpr int CHUNKS = HIDDEN / 64;                             // chunks of 32 units in each half
 constexpr int PRODUCTS = 4 * CHUNKS * (FLOAT32 ? 2 : 1), SPILLED = PRODUCTS - HELD; // weights of a warp for one octet
@@ -36,7 +40,8 @@ __device__ __forceinline__ Gates pick(bool first, const Gates& a, const Gates& b
     return Gates{first ? a.i : b.i, first ? a.f : b.f, first ? a.g : b.g, first ? a.o : b.o};
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Calls calls) {
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
+    persistent(const __grid_constant__ Calls calls) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const int side = SIDES > 1 && blockIdx.x >= calls.blocks, block = blockIdx.x - side * (int)calls.blocks;
@@ -58,7 +63,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     choose_rows(call, OCTETS, block / CTAS, shared.lengths, shared.rows);
     for (int piece = threadIdx.x; piece < OCTETS * PIECES; piece += THREADS) {
         const int octet = piece / PIECES, term = piece % PIECES / HIDDEN, group = piece % HIDDEN / 8, row = piece % 8;
-        shared.buffers[octet][0][term * HIDDEN + piece_index(group, row)] = piece_before(call, shared.rows[octet * 8 + row], group, term);
+        shared.buffers[octet][0][term * HIDDEN + piece_index(group, row)] =
+            piece_before(call, shared.rows[octet * 8 + row], group, term);
     }
     const unsigned barrier = shared_address(&shared.barriers[0][0]);
     if (threadIdx.x == 0) {
@@ -87,8 +93,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     __syncthreads();
     meet_cluster();
 
-    // The pieces that this thread sends, by block, then by term, then by row, then by group. The addresses are of the first octet's second
-    // buffer and barrier, which even steps use.
+    // The pieces that this thread sends, by block, then by term, then by row, then by group. The addresses are of the first
+    // octet's second buffer and barrier, which even steps use.
     unsigned to[PARCELS], arrived[PARCELS];
     const Quad* from[PARCELS];
     const int pieces = TERMS * width * GROUPS;
@@ -123,19 +129,22 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
                     const int product = (4 * chunk + part) * TERMS + term, held = held_before(product);
                     return is_held(product) ? weights[held] : shared.spilled[warp][product - held][lane];
                 };
-                // Tensor cores round sums towards zero. With two terms, their sums are of one chunk, and the small products come first.
+                // Tensor cores round sums towards zero. With two terms, their sums are of one chunk, and the small products
+                // come first.
                 float of_chunk[2][4] = {};
 #pragma unroll
                 for (int part = 0; TERMS > 1 && part < 4; ++part) {
                     multiply(of_chunk[part % 2], weight_of(part, 1), part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
-                    multiply(of_chunk[part % 2], weight_of(part, 0), part / 2 ? small.z : small.x, part / 2 ? small.w : small.y);
+                    multiply(of_chunk[part % 2], weight_of(part, 0), part / 2 ? small.z : small.x,
+                             part / 2 ? small.w : small.y);
                 }
                 auto& total = TERMS > 1 ? of_chunk : sums[quarter];
 #pragma unroll
                 for (int part = 0; part < 4; ++part)
                     multiply(total[part % 2], weight_of(part, 0), part / 2 ? h.z : h.x, part / 2 ? h.w : h.y);
 #pragma unroll
-                for (int value = 0; TERMS > 1 && value < 8; ++value) sums[quarter][value / 4][value % 4] += of_chunk[value / 4][value % 4];
+                for (int value = 0; TERMS > 1 && value < 8; ++value)
+                    sums[quarter][value / 4][value % 4] += of_chunk[value / 4][value % 4];
             }
             Gates totals[2];
 #pragma unroll
@@ -172,7 +181,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
             next[octet] += apart;
             x[octet] = input_at(next[octet], hidden, t + 1 < steps[octet]);
             if (t < steps[octet] && (all_steps || t + 1 == steps[octet]))
-                Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.record(call, shared.rows[octet * 8 + column], unit, t, bits[octet], cell[octet]);
+                Cell{&shared.cells[octet][0][threadIdx.x], THREADS}.record(call, shared.rows[octet * 8 + column], unit, t,
+                                                                           bits[octet], cell[octet]);
         }
     }
 }

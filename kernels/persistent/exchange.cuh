@@ -1,22 +1,25 @@
 // How the vectors of two_products.cu reach every block of a tile.
 //
-// CLUSTER: a block copies its pieces into the shared memory of every block of the cluster, whole lines at a time (st.async). A barrier of
-// each vector and octet counts the bytes that arrive.
+// CLUSTER: a block copies its pieces into the shared memory of every block of the cluster, whole lines at a time (st.async). A
+// barrier of each vector and octet counts the bytes that arrive.
 //
-// Otherwise vectors pass through the L2 cache in words of eight bytes. Each word says to which step it belongs, so a reader polls its
-// words until all of them have its step, and waits for nothing else. The words are zero before the launch. All blocks must be resident,
-// so the launch is cooperative.
+// Otherwise vectors pass through the L2 cache in words of eight bytes. Each word says to which step it belongs, so a reader
+// polls its words until all of them have its step, and waits for nothing else. The words are zero before the launch. All blocks
+// must be resident, so the launch is cooperative.
 //
-// Values below two leave the top bit of their exponent free. A word has four of them: the free bits of the first two are the tag of the
-// step, and those of the last two say that a value is NaN. The hidden state of an LSTM with a projection has no bound: its words have
-// two values and the number of the step.
+// Values below two leave the top bit of their exponent free. A word has four of them: the free bits of the first two are the
+// tag of the step, and those of the last two say that a value is NaN. The hidden state of an LSTM with a projection has no
+// bound: its words have two values and the number of the step.
 //
 // The values that the products of step t read have the number t + 1.
 typedef unsigned long long Word;
 constexpr unsigned FREE = 0x40004000u; // the free bits of two values
 
-// The tag of a number. It differs from the zeros before the launch and from the tag of the number before it, which is all that a word can have.
-__device__ __forceinline__ unsigned tag_of(int number) { return number % 3 == 0 ? 0x00004000u : number % 3 == 1 ? 0x40000000u : FREE; }
+// The tag of a number. It differs from the zeros before the launch and from the tag of the number before it, which is all that
+// a word can have.
+__device__ __forceinline__ unsigned tag_of(int number) {
+    return number % 3 == 0 ? 0x00004000u : number % 3 == 1 ? 0x40000000u : FREE;
+}
 __device__ __forceinline__ Word joined(unsigned low, unsigned high) { return (Word)high << 32 | low; }
 __device__ __forceinline__ Word bounded_word(unsigned first, unsigned last, unsigned tag) {
     return joined(first & ~FREE | tag, last & ~FREE | ((first | last) & FREE ? FREE : 0));
@@ -31,7 +34,8 @@ template <int N> struct Words {
     __device__ __forceinline__ void fetch(const Word* at) {
 #pragma unroll
         for (int n = 0; n < COUNT; n += 2)
-            asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[n]), "=l"(words[n + 1]) : "l"(at + n) : "memory");
+            asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                         : "=l"(words[n]), "=l"(words[n + 1]) : "l"(at + n) : "memory");
     }
     static __device__ __forceinline__ void store(Word* at, const Quad& piece, int number) {
         const unsigned tag = tag_of(number);
@@ -40,7 +44,8 @@ template <int N> struct Words {
                                joined(piece.w, number)};
 #pragma unroll
         for (int n = 0; n < COUNT; n += 2)
-            asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at + n), "l"(words[n]), "l"(words[n + 1]) : "memory");
+            asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
+                         ::"l"(at + n), "l"(words[n]), "l"(words[n + 1]) : "memory");
     }
     __device__ __forceinline__ bool have(int number) const {
         unsigned differing = 0;
@@ -113,8 +118,11 @@ struct Exchange {
 #endif
     }
 
-    // Waits for the values with this number, and reads this lane's pieces. A column without a row reads the values of the first row.
-    template <int N> __device__ __forceinline__ void receive(Quad (&pieces)[Product<N>::CHUNKS], Arriving<N>& arriving, int octet, int number) const {
+    // Waits for the values with this number, and reads this lane's pieces. A column without a row reads the values of the first
+    // row.
+    template <int N>
+    __device__ __forceinline__ void receive(Quad (&pieces)[Product<N>::CHUNKS], Arriving<N>& arriving, int octet,
+                                            int number) const {
 #if CLUSTER
         await(shared_address(&shared.barriers[N][octet]), (number - 1) & 1);
         if (threadIdx.x == 0) expect_next<N>(octet);
@@ -130,8 +138,8 @@ struct Exchange {
 #endif
     }
 
-    // Sends this block's gathered values of a vector, which the other product computed, to all blocks. Octets whose rows have at most
-    // `before` steps need none.
+    // Sends this block's gathered values of a vector, which the other product computed, to all blocks. Octets whose rows have
+    // at most `before` steps need none.
     template <int N> __device__ __forceinline__ void send(int before, int number) const {
         constexpr int GROUPS = Product<1 - N>::OWNED, OF_OCTET = 8 * GROUPS * (CLUSTER ? MEMBERS : 1);
 #pragma unroll
@@ -153,7 +161,9 @@ struct Exchange {
 
 private:
     // This lane's group of a chunk.
-    __device__ __forceinline__ int group_of(int chunk) const { return (chunk * PARTS + threadIdx.x / 32) * 4 + threadIdx.x % 4; }
+    __device__ __forceinline__ int group_of(int chunk) const {
+        return (chunk * PARTS + threadIdx.x / 32) * 4 + threadIdx.x % 4;
+    }
     template <int N> __device__ __forceinline__ bool exists(int chunk) const {
         return chunk < Product<N>::CHUNKS && group_of(chunk) < Product<N>::GROUPS;
     }
@@ -167,7 +177,9 @@ private:
         for (int n = 0; n < Arriving<N>::CHUNKS; ++n)
             if (exists<N>(BEGIN + n)) arriving.pieces[n].fetch(words_at<N>(octet, place_of(BEGIN + n)));
     }
-    template <int N, int BEGIN> __device__ __forceinline__ void receive_chunks(Quad (&pieces)[Product<N>::CHUNKS], Arriving<N>& arriving, int octet, int number) const {
+    template <int N, int BEGIN>
+    __device__ __forceinline__ void receive_chunks(Quad (&pieces)[Product<N>::CHUNKS], Arriving<N>& arriving, int octet,
+                                                   int number) const {
         while (true) {
             bool missing = false;
 #pragma unroll

@@ -1,24 +1,28 @@
-// A recurrent layer over many thread blocks, for many rows and for layers that are too large for a cluster. Blocks exchange hidden
-// values through the L2 cache.
+// A recurrent layer over many thread blocks, for many rows and for layers that are too large for a cluster. Blocks exchange
+// hidden values through the L2 cache.
 //
-// A team of blocks owns a tile of octets of rows. Every member owns UNITS hidden units and holds their recurrent weights: HELD products
-// of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply. Each warp fetches
-// and multiplies only its part of the hidden vector, and writes its sums to shared memory. The other warps own the cells, two warps for
-// each group of units as in cluster.cu. They add the parts, advance the cells and send the new hidden values. All warps of a block meet
-// once a turn, so that the cells of one turn advance while the products of the next turn are computed. Pieces are fetched one turn before
-// they are multiplied.
+// A team of blocks owns a tile of octets of rows. Every member owns UNITS hidden units and holds their recurrent weights: HELD
+// products of a warp in registers, the rest in shared memory. A turn is one step of one octet. PARTS warps of a block multiply.
+// Each warp fetches and multiplies only its part of the hidden vector, and writes its sums to shared memory. The other warps
+// own the cells, two warps for each group of units as in cluster.cu. They add the parts, advance the cells and send the new
+// hidden values. All warps of a block meet once a turn, so that the cells of one turn advance while the products of the next
+// turn are computed. Pieces are fetched one turn before they are multiplied.
 //
-// The data carry their own ready flag. An exchanged value is below two, so the top bit of its exponent is free. The two free bits of a
-// word are a tag, which says whether a piece belongs to this step, to an earlier step in the same buffer, or to no step yet. A reader
-// polls a piece until it has this step's tag, and waits for nothing else. (A NaN loses that bit on the way and becomes finite for the
-// other units; in its own unit it stays a NaN.) Each octet has two buffers, which are zero before the launch. A member writes step t + 1 over
-// step t - 1 when all of step t has arrived, and every member sends step t after reading step t - 1. All blocks must be resident, so the
-// launch is cooperative.
+// The data carry their own ready flag. An exchanged value is below two, so the top bit of its exponent is free. The two free
+// bits of a word are a tag, which says whether a piece belongs to this step, to an earlier step in the same buffer, or to no
+// step yet. A reader polls a piece until it has this step's tag, and waits for nothing else. (A NaN loses that bit on the way
+// and becomes finite for the other units; in its own unit it stays a NaN.) Each octet has two buffers, which are zero before
+// the launch. A member writes step t + 1 over step t - 1 when all of step t has arrived, and every member sends step t after
+// reading step t - 1. All blocks must be resident, so the launch is cooperative.
 //
-// Order of sums: a part sums along its chunks in PARTS / 4 chains, which take the products of a chunk in turn; then the parts are
-// added pairwise.
+// Order of sums: a part sums along its chunks in PARTS / 4 chains, which take the products of a chunk in turn; then the parts
+// are added pairwise.
+//
+// Macros besides those of cell.cuh: UNITS of a block, PARTS of the hidden vector, CHUNKS of a part, WHOLE, whether the chunks
+// have no padding, HELD products in registers, ALONE, whether a tile has one octet, REGISTERS that a multiplying thread has
+// after others lent theirs, or 0, OWNERS_REGISTERS, SHARED bytes of a block without those of its octets.
 constexpr int GROUPS = UNITS / 8, CELLS = UNITS * 8;
-constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // products of a warp for one octet; its part has CHUNKS chunks
+constexpr int PRODUCTS = GROUPS * CHUNKS * 4, SPILLED = PRODUCTS - HELD; // of a warp for one octet; its part has CHUNKS chunks
 constexpr int CHAINS = PARTS / 4;
 #include "cell.cuh"
 #include "held.cuh"
@@ -34,7 +38,8 @@ struct Memory {
 };
 static_assert(sizeof(Memory) == SHARED, "SHARED differs from GridShape.shared in grid.py");
 
-// The tag of step t. It differs from the zeros before all steps, and from the tags of the two steps before it in the same buffer.
+// The tag of step t. It differs from the zeros before all steps, and from the tags of the two steps before it in the same
+// buffer.
 __device__ __forceinline__ unsigned tag_of(int t) {
     const int turn = t / 2 % 3;
     return turn == 0 ? 0x00004000u : turn == 1 ? 0x40000000u : TAG;
@@ -54,7 +59,8 @@ __device__ __forceinline__ Quad fetch(const Quad* at) {
     return piece;
 }
 __device__ __forceinline__ void store(unsigned* at, unsigned word, bool wanted) {
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(at), "r"(word), "r"((int)wanted) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}"
+                 ::"l"(at), "r"(word), "r"((int)wanted) : "memory");
 }
 // Copies a piece to shared memory asynchronously and bypasses all caches except L2.
 __device__ __forceinline__ void copy(Quad* to, const Quad* from) {
@@ -74,7 +80,8 @@ __device__ __forceinline__ float extract(unsigned word, int shift) {
 #endif
 }
 
-// Returns this lane's word of a piece. For even g, lane 4 g + q receives the values of the lanes with g' = 2q and 2q + 1 and q' = g / 2.
+// Returns this lane's word of a piece. For even g, lane 4 g + q receives the values of the lanes with g' = 2q and 2q + 1 and q'
+// = g / 2.
 __device__ __forceinline__ unsigned transposed(Half bits) {
     unsigned word;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word) : "r"((unsigned)bits));
@@ -121,8 +128,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
         else shared.spilled[warp][product - held_before(product)][lane] = w;
     }
 
-    // This lane reads the pieces of row g in every fourth group, beginning with `first`. Beyond the last group it reads any other piece:
-    // the weights there are zero, so every finite value will do.
+    // This lane reads the pieces of row g in every fourth group, beginning with `first`. Beyond the last group it reads any
+    // other piece: the weights there are zero, so every finite value will do.
     const int first = warp * CHUNKS * 4 + q, furthest = max((tile.groups - 1 - first) / 4, 0) * 32;
     const Quad* const pieces_of = tile.buffers + piece_index(min(first, tile.groups - 1), g);
     auto from = [&](const Turn& turn) { return pieces_of + tile.buffer_of(turn.octet, turn.t); };
@@ -137,7 +144,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
         if (turn.t == 0) {
 #pragma unroll 1
             for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                shared.arrived[slot][chunk][threadIdx.x] = piece_before(tile.call, tile.rows[turn.octet * 8 + g], first + chunk * 4);
+                shared.arrived[slot][chunk][threadIdx.x] =
+                    piece_before(tile.call, tile.rows[turn.octet * 8 + g], first + chunk * 4);
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) pieces[chunk] = shared.arrived[slot][chunk][threadIdx.x];
             return;
@@ -199,7 +207,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
                 if (CHAINS == 2)
                     for (int value = 0; value < 4; ++value) sums[0][m][value] += sums[CHAINS - 1][m][value];
 #pragma unroll
-                for (int s = 0; s < 2; ++s) shared.parts[parity][s][warp][group * 2 + m][lane] = Pair{sums[0][m][s], sums[0][m][2 + s]};
+                for (int s = 0; s < 2; ++s)
+                    shared.parts[parity][s][warp][group * 2 + m][lane] = Pair{sums[0][m][s], sums[0][m][2 + s]};
             }
         }
         if (!ALONE) {
@@ -216,7 +225,8 @@ __device__ __forceinline__ void multiply_parts(const Tile& tile) {
     }
 }
 
-// The warps that own the cells: for each group of units, one warp for even rows and one warp for odd rows. A lane owns one cell of each octet.
+// The warps that own the cells: for each group of units, one warp for even rows and one warp for odd rows. A lane owns one cell
+// of each octet.
 __device__ __forceinline__ void advance_cells(const Tile& tile) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OWNERS_REGISTERS));
@@ -267,7 +277,8 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         if (before == turn.octet) asm volatile("cp.async.wait_group 0;" ::: "memory");
         else asm volatile("cp.async.wait_group 1;" ::: "memory");
         // The half of its word that a gate input takes. With four blocks, every token has the same halves.
-        const unsigned long long first = (unsigned long long)(gates + (BLOCKS % 2 ? call.token(row.begin, t) * call.gates_apart : 0));
+        const unsigned long long first =
+            (unsigned long long)(gates + (BLOCKS % 2 ? call.token(row.begin, t) * call.gates_apart : 0));
         const int shifts[2] = {(int)(first & 2) * 8, (int)(first + hidden * sizeof(Gate) & 2) * 8};
         const Gates input{extract(x[0], shifts[0]), extract(x[CELLS], shifts[1]), GRU ? 0.0f : extract(x[2 * CELLS], shifts[0]),
                           extract(x[(BLOCKS - 1) * CELLS], shifts[(BLOCKS - 1) % 2])};
@@ -276,7 +287,8 @@ __device__ __forceinline__ void advance_cells(const Tile& tile) {
         Gates sums[PARTS];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const Pair first = tile.shared.parts[parity][odd][part][pair * 2][lane], second = tile.shared.parts[parity][odd][part][pair * 2 + 1][lane];
+            const Pair first = tile.shared.parts[parity][odd][part][pair * 2][lane],
+                       second = tile.shared.parts[parity][odd][part][pair * 2 + 1][lane];
             sums[part] = Gates{first.low, first.high, second.low, second.high};
         }
 #pragma unroll

@@ -1,20 +1,22 @@
 // A recurrent layer for a few steps of many rows: one product of [x | h] with [W; R] for each step, whose epilogue is the cell.
 //
-// A turn is one step of a tile: ROWS rows by UNITS hidden units. Blocks are persistent and take turns in a fixed order. The first warp
-// group of a block loads: it gathers rows of x by token and rows of h by state slot, converts them to 16 bits where they are float32, and
-// writes them as the tensor cores read them. Weights arrive as they are packed. Each other warp group multiplies 64 rows, and then
-// advances their cells while the chunks of the next turn arrive. The PAIR blocks of a cluster have neighbouring rows and the same units:
-// each fetches a part of the weights for both.
+// A turn is one step of a tile: ROWS rows by UNITS hidden units. Blocks are persistent and take turns in a fixed order. The
+// first warp group of a block loads: it gathers rows of x by token and rows of h by state slot, converts them to 16 bits where
+// they are float32, and writes them as the tensor cores read them. Weights arrive as they are packed. Each other warp group
+// multiplies 64 rows, and then advances their cells while the chunks of the next turn arrive. The PAIR blocks of a cluster have
+// neighbouring rows and the same units: each fetches a part of the weights for both.
 //
-// The hidden values of other units come from all blocks of a step. DIRECT blocks read the first ones from the states, so no row may start
-// from a slot that another row ends in. Otherwise the blocks first write them in 16 bits, and meet: units of large layers are read by many
-// blocks. Between steps the blocks meet too, and the tiles of a step hold only the rows that have it. All blocks must be resident, so the
-// launch is cooperative. Meetings count in `meeting`: two words that are zero before the launch and after it.
+// The hidden values of other units come from all blocks of a step. DIRECT blocks read the first ones from the states, so no row
+// may start from a slot that another row ends in. Otherwise the blocks first write them in 16 bits, and meet: units of large
+// layers are read by many blocks. Between steps the blocks meet too, and the tiles of a step hold only the rows that have it.
+// All blocks must be resident, so the launch is cooperative. Meetings count in `meeting`: two words that are zero before the
+// launch and after it.
 //
-// Order of sums: the gate inputs, then along x, then along h, in the order of the tensor cores, whatever the tile. FLOAT32 hidden values and
-// weights have two terms: each chunk of h is multiplied three times.
+// Order of sums: the gate inputs, then along x, then along h, in the order of the tensor cores, whatever the tile. FLOAT32
+// hidden values and weights have two terms: each chunk of h is multiplied three times.
 //
-// Compiled with THREADS, ROWS, UNITS, PAIR, STAGES, SHARED, DIRECT, X_FLOAT32, and the properties of a layer in cell.cuh.
+// Macros besides those of cell.cuh: ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that arrive, SHARED
+// bytes of a block, DIRECT, X_FLOAT32, the dtype of x.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 #include "step.cuh"
@@ -24,7 +26,8 @@
 __device__ __forceinline__ void gather_hidden(const Step& step) {
     constexpr int AT_ONCE = 8, PIECE = 256;                             // loads under way; units that a warp converts at once
     const Call& call = step.call();
-    const int each = (step.rows() + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each, pieces = (step.hidden() + PIECE - 1) / PIECE;
+    const int each = (step.rows() + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each,
+              pieces = (step.hidden() + PIECE - 1) / PIECE;
     const int end = call.hidden_before ? max(0, min(step.rows() - begin, each)) * pieces : 0;
     for (int first = threadIdx.x / 32 - GROUP / 32; first < end; first += MULTIPLY / 32 * AT_ONCE) {
         float4 values[AT_ONCE][2];
@@ -41,7 +44,8 @@ __device__ __forceinline__ void gather_hidden(const Step& step) {
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n)
             for (int term = 0; term < TERMS && to[n] >= 0; ++term)
-                *(Quad*)(step.hidden(0, term) + to[n]) = piece_of(values[n], [&](float a, float b) { return of_hidden(a, b, term); });
+                *(Quad*)(step.hidden(0, term) + to[n]) =
+                    piece_of(values[n], [&](float a, float b) { return of_hidden(a, b, term); });
     }
     meet(2, MULTIPLY);
     if (threadIdx.x == GROUP) attend(step);
@@ -62,8 +66,8 @@ __device__ __forceinline__ Four four_of(const Half* at) {
     return Four{low_of(four.x), high_of(four.x), low_of(four.y), high_of(four.y)};
 }
 
-// The sums of a lane: four units of each part, in two rows that are eight apart. A GRU's product of x for the new gate is apart, because
-// the reset gate does not multiply it.
+// The sums of a lane: four units of each part, in two rows that are eight apart. A GRU's product of x for the new gate is
+// apart, because the reset gate does not multiply it.
 struct Sums {
     float all[COLUMNS / 2], new_of_x[GRU ? UNITS / 2 : 1];
 
@@ -94,10 +98,13 @@ struct Multiplier {
     Memory& shared = memory();
     int chunks = 0;                     // that all turns have multiplied
 
-    // Adds the products of a tile. Calls `before_hidden` when the first hidden values have arrived and before they are multiplied.
+    // Adds the products of a tile. Calls `before_hidden` when the first hidden values have arrived and before they are
+    // multiplied.
     template <typename F> __device__ __forceinline__ void multiply_tile(Sums& sums, int of_x, int of_h, F before_hidden) {
-        const unsigned left = piece_at(shared_address(shared.left)) + group * (64 * 128 / 16), right = piece_at(shared_address(shared.right));
-        const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty), others = PAIR > 1 ? in_block(empty, rank() ^ 1) : 0;
+        const unsigned left = piece_at(shared_address(shared.left)) + group * (64 * 128 / 16),
+                       right = piece_at(shared_address(shared.right));
+        const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty),
+                       others = PAIR > 1 ? in_block(empty, rank() ^ 1) : 0;
         auto release = [&](int chunk) {
             const int stage = chunk % STAGES;
             if (lane == 0) arrive(empty + stage * 8);
@@ -188,11 +195,13 @@ struct Multiplier {
         if (t + 1 < place.steps) {
             const float(&h)[4] = hidden.values;
             for (int term = 0; term < TERMS; ++term)
-                *(uint2*)(step.hidden(t + 1, term) + step.between(place.row) + unit) = uint2{of_hidden(h[0], h[1], term), of_hidden(h[2], h[3], term)};
+                *(uint2*)(step.hidden(t + 1, term) + step.between(place.row) + unit) =
+                    uint2{of_hidden(h[0], h[1], term), of_hidden(h[2], h[3], term)};
             *(float4*)(step.cells() + step.between(place.row) + unit) = cell.vector();
         } else end(place, output, unit, hidden, cell);
     }
-    __device__ __forceinline__ void end(const Place& place, long long output, int unit, const Four& hidden, const Four& cell) const {
+    __device__ __forceinline__ void end(const Place& place, long long output, int unit, const Four& hidden,
+                                        const Four& cell) const {
         const Call& call = step.call();
         *(float4*)(call.hidden_after + place.after + unit) = hidden.vector();
         if (!GRU) *(float4*)(call.cell_after + place.after + unit) = cell.vector();
@@ -207,7 +216,8 @@ struct Multiplier {
         if (call.max) *(float4*)(call.max + output) = float4{};
     }
 
-    __device__ __forceinline__ void advance_cells(const Sums& sums, Four (&cells)[PARTS][2], const Place (&places)[2], int t, int first) const {
+    __device__ __forceinline__ void advance_cells(const Sums& sums, Four (&cells)[PARTS][2], const Place (&places)[2], int t,
+                                                  int first) const {
         const Call& call = step.call();
         const float by = FLOAT32 ? 1.0f / *call.scale : 1.0f;
 #pragma unroll
@@ -268,7 +278,7 @@ extern "C" __global__ void CLUSTER_OF(PAIR, 1) __launch_bounds__(THREADS, 1) per
     Memory& shared = memory();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(shared_address(&shared.full[stage]), GROUP + 1);                       // the loading threads, and the weights
+            make_barrier(shared_address(&shared.full[stage]), GROUP + 1); // the loading threads, and the weights
             make_barrier(shared_address(&shared.empty[stage]), PAIR * MULTIPLY / 32);
         }
         for (int buffer = 0; buffer < 2; ++buffer) {

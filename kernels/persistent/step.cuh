@@ -56,7 +56,8 @@ struct Step {
     __device__ __forceinline__ long long gate_row(long long token) const {
         return !ids ? token : ids_wide ? ((const long long*)ids)[token] : (long long)((const int*)ids)[token];
     }
-    // Between steps, states are by row of the launch: the hidden values that enter step `t`, (TERMS, rows, hidden), and the cells.
+    // Between steps, states are by row of the launch: the hidden values that enter step `t`, (TERMS, rows, hidden), and the
+    // cells.
     __device__ __forceinline__ long long between(int row) const { return (row - call().first) * call().hidden; }
     __device__ __forceinline__ Half* hidden(int t, int term) const {
         return (Half*)call().exchange + (t % 2 * TERMS + term) * (long long)rows() * call().hidden;
@@ -65,19 +66,8 @@ struct Step {
 };
 
 __device__ __forceinline__ int rank() { return PAIR > 1 ? cluster_rank() : 0; }
-__device__ __forceinline__ void arrive_at(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Fetches to the same place in both blocks of the cluster.
-__device__ __forceinline__ void fetch_for_both(unsigned to, const void* from, int bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)3) : "memory");
-}
-
 // Announces at the meeting what this thread and those it has met in its block have written.
-__device__ __forceinline__ void attend(const Step& step) {
-    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(step.meeting) : "memory");
-}
+__device__ __forceinline__ void attend(const Step& step) { announce_to_device(step.meeting); }
 // Waits until all blocks have met `times` times. The loading warp group calls it.
 __device__ __forceinline__ void await_blocks(const Step& step, int times) {
     if (threadIdx.x == 0) {

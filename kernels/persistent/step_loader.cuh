@@ -1,7 +1,7 @@
 // The warp group of step.cu that loads: it finds the rows of each tile, and fetches rows and weights chunk by chunk.
 
-// Writes the places of a tile in a step: those of all rows in their order, or of the rows that have the step. Returns whether this block or
-// the other one of the cluster has any.
+// Writes the places of a tile in a step: those of all rows in their order, or of the rows that have the step. Returns whether
+// this block or the other one of the cluster has any.
 __device__ __forceinline__ bool find_places(const Step& step, Place* places, int tile, int t, bool all) {
     const Call& call = step.call();
     const Place none{0, 0, 0, -1, 0};
@@ -70,7 +70,8 @@ struct Loader {
         if (threadIdx.x != chunks % (GROUP / 32) * 32) return;
         constexpr int BYTES = RIGHT_BYTES / PAIR;
         const int begin = rank() * BYTES, padded = (step.hidden() + DEPTH - 1) / DEPTH * DEPTH;
-        const unsigned char* const from = (const unsigned char*)step.call().packed + ((long long)chunk * padded + unit) * (BLOCKS * DEPTH * 2) + begin;
+        const unsigned char* const from =
+            (const unsigned char*)step.call().packed + ((long long)chunk * padded + unit) * (BLOCKS * DEPTH * 2) + begin;
         const unsigned to = shared_address(shared.right[stage()]) + begin;
         expect(full(), RIGHT_BYTES);
         if (PAIR > 1) fetch_for_both(to, from, BYTES, full());
@@ -89,7 +90,8 @@ struct Loader {
         ++chunks;
     }
     // Loads and converts a chunk of float32 values.
-    template <typename Two> __device__ __forceinline__ void load(const float* const (&from)[LOADS], int begin, int columns, Two two) {
+    template <typename Two>
+    __device__ __forceinline__ void load(const float* const (&from)[LOADS], int begin, int columns, Two two) {
         float4 values[LOADS][2];
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) {
@@ -100,13 +102,15 @@ struct Loader {
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) {
             const Quad piece = piece_of(values[n], two);
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to(n)), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w));
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                         ::"r"(to(n)), "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w));
         }
         arrive(full());
         ++chunks;
     }
     // Finds the addresses of this thread's pieces, null in a place without a row.
-    template <typename T, typename At> static __device__ __forceinline__ void find(const T* (&from)[LOADS], const Place* places, At at) {
+    template <typename T, typename At>
+    static __device__ __forceinline__ void find(const T* (&from)[LOADS], const Place* places, At at) {
 #pragma unroll
         for (int n = 0; n < LOADS; ++n) {
             const Place& place = places[row_of(n)];
@@ -194,7 +198,8 @@ struct Loader {
         if (threadIdx.x % 32 == 0) shared.counts[0][threadIdx.x / 32] = least, shared.counts[1][threadIdx.x / 32] = most;
         meet(1, GROUP);
         shortest = shared.counts[0][0], longest = shared.counts[1][0];
-        for (int warp = 1; warp < GROUP / 32; ++warp) shortest = min(shortest, shared.counts[0][warp]), longest = max(longest, shared.counts[1][warp]);
+        for (int warp = 1; warp < GROUP / 32; ++warp)
+            shortest = min(shortest, shared.counts[0][warp]), longest = max(longest, shared.counts[1][warp]);
         meet(1, GROUP);
     }
     __device__ __forceinline__ void run() {

@@ -1,31 +1,34 @@
 // A recurrent layer with two dependent products in each step: one launch for all steps, and the recurrent weights never move.
 //
-//   LSTM with a projection            c, m = cell of x + h R              h = m P                                     (Sak et al. 2014)
-//   GRU with the reset before         r, z = sigmoid(x + h R),  m = r h   n = tanh(x + m N),  h = n + z (h - n)       (Cho et al. 2014)
+//   LSTM with a projection      c, m = cell of x + h R              h = m P                                 (Sak et al. 2014)
+//   GRU with the reset before   r, z = sigmoid(x + h R),  m = r h   n = tanh(x + m N),  h = n + z (h - n)   (Cho et al. 2014)
 //
-// A tile of OCTETS octets of rows belongs to MEMBERS blocks: a cluster, or a team of blocks spread over the device. A block owns UNITS
-// hidden units and OUTPUTS numbers of h (of a GRU as many), and holds their weights: HELD products of a warp in registers, the rest
-// in shared memory. The first product reads h, the second one reads m. Each warp multiplies every PARTS-th chunk of the vector by all
-// weight rows of the block, and writes its sums to shared memory. Each thread then adds the parts of its own cells, pairwise. The block
-// gathers its new values in shared memory and sends them to all members (exchange.cuh).
+// A tile of OCTETS octets of rows belongs to MEMBERS blocks: a cluster, or a team of blocks spread over the device. A block
+// owns UNITS hidden units and OUTPUTS numbers of h (of a GRU as many), and holds their weights: HELD products of a warp in
+// registers, the rest in shared memory. The first product reads h, the second one reads m. Each warp multiplies every PARTS-th
+// chunk of the vector by all weight rows of the block, and writes its sums to shared memory. Each thread then adds the parts of
+// its own cells, pairwise. The block gathers its new values in shared memory and sends them to all members (exchange.cuh).
 //
-// A vector needs one buffer. A block sends h of the next step when all of m has arrived, and every block sends its part of m after it
-// has read h. The same holds for m. The blocks also exchange the state that the rows start from, so that each value of the state is read and
-// written by the same thread.
+// A vector needs one buffer. A block sends h of the next step when all of m has arrived, and every block sends its part of m
+// after it has read h. The same holds for m. The blocks also exchange the state that the rows start from, so that each value of
+// the state is read and written by the same thread.
 //
-// The order of sums depends on the widths of both vectors alone. All numbers of a row therefore have the same bits in a cluster and in a
-// team of any size.
+// The order of sums depends on the widths of both vectors alone. All numbers of a row therefore have the same bits in a cluster
+// and in a team of any size.
+//
+// Macros besides those of cell.cuh: CLUSTER, whether a tile's blocks are a cluster, MEMBERS, HIDDEN and VECTOR, the widths of m
+// and h, UNITS and OUTPUTS of a block, OCTETS of a tile, HELD products in registers, SHARED bytes of a block.
 constexpr int PARTS = THREADS / 32, CELL_GROUPS = THREADS / 64; // cells of a group of units take two warps, as in cluster.cu
 
 // Product 0 reads h, VECTOR numbers, and product 1 reads m, HIDDEN numbers.
 template <int N> struct Product {
-    static constexpr int GROUPS = ((N ? HIDDEN : VECTOR) + 7) / 8;                                // groups of the vector that it reads
-    static constexpr int PIECES = (GROUPS + 3) / 4 * 32;                                          // room of an octet of this vector
-    static constexpr int CHUNKS = (GROUPS + 4 * PARTS - 1) / (4 * PARTS);                         // chunks of a warp
-    static constexpr int OWNED = (N ? OUTPUTS : UNITS) / 8;                                       // groups that a block computes
-    static constexpr int TILES = N ? (OWNED + 1) / 2 : OWNED * (GRU ? 1 : 2);                     // of 16 weight rows
-    static constexpr int SIZE = 2 * CHUNKS * TILES;                                               // weights of a warp
-    static constexpr int TURNS = (OWNED + CELL_GROUPS - 1) / CELL_GROUPS;                         // cells of a thread in each octet
+    static constexpr int GROUPS = ((N ? HIDDEN : VECTOR) + 7) / 8;                  // groups of the vector that it reads
+    static constexpr int PIECES = (GROUPS + 3) / 4 * 32;                            // room of an octet of this vector
+    static constexpr int CHUNKS = (GROUPS + 4 * PARTS - 1) / (4 * PARTS);           // chunks of a warp
+    static constexpr int OWNED = (N ? OUTPUTS : UNITS) / 8;                         // groups that a block computes
+    static constexpr int TILES = N ? (OWNED + 1) / 2 : OWNED * (GRU ? 1 : 2);       // of 16 weight rows
+    static constexpr int SIZE = 2 * CHUNKS * TILES;                                 // weights of a warp
+    static constexpr int TURNS = (OWNED + CELL_GROUPS - 1) / CELL_GROUPS;           // cells of a thread in each octet
 };
 constexpr int PRODUCTS = Product<0>::SIZE + Product<1>::SIZE, SPILLED = PRODUCTS - HELD;
 #include "cell.cuh"
@@ -51,20 +54,25 @@ static_assert(sizeof(Memory) == SHARED, "SHARED differs from TwoProductsShape.sh
 #include "exchange.cuh"
 
 // Loads this warp's weights of one product into registers and shared memory.
-template <int N> __device__ __forceinline__ void load_weights(Memory& shared, Quad (&weights)[HELD], const Call& call, int rank) {
+template <int N>
+__device__ __forceinline__ void load_weights(Memory& shared, Quad (&weights)[HELD], const Call& call, int rank) {
     using P = Product<N>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int index = 0; index < P::SIZE; ++index) {
-        const int product = N * Product<0>::SIZE + index, tile = index / (2 * P::CHUNKS), chunk = index / 2 % P::CHUNKS * PARTS + warp;
-        const Quad w = call.packed[(((long long)(rank * P::TILES + tile) * P::CHUNKS * PARTS + chunk) * 2 + index % 2) * 32 + lane];
+        const int product = N * Product<0>::SIZE + index, tile = index / (2 * P::CHUNKS),
+                  chunk = index / 2 % P::CHUNKS * PARTS + warp;
+        const Quad w =
+            call.packed[(((long long)(rank * P::TILES + tile) * P::CHUNKS * PARTS + chunk) * 2 + index % 2) * 32 + lane];
         if (is_held(product)) weights[held_before(product)] = w;
         else shared.spilled[warp][product - held_before(product)][lane] = w;
     }
 }
 
 // Multiplies this warp's pieces of one octet, and writes its part of the sums.
-template <int N> __device__ __forceinline__ void multiply_part(Memory& shared, const Quad (&weights)[HELD], const Quad (&pieces)[Product<N>::CHUNKS], int octet) {
+template <int N>
+__device__ __forceinline__ void multiply_part(Memory& shared, const Quad (&weights)[HELD],
+                                              const Quad (&pieces)[Product<N>::CHUNKS], int octet) {
     using P = Product<N>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -104,12 +112,13 @@ struct Between {
 };
 
 // Computes this thread's values of m from its sums.
-__device__ __forceinline__ Kept first_values(Between& between, const Memory& shared, int octet, int odd, int group, const Input& x, const Own& own, float by) {
+__device__ __forceinline__ Kept first_values(Between& between, const Memory& shared, int octet, int odd, int group,
+                                             const Input& x, const Own& own, float by) {
 #if GRU
     const Pair sums = sum_of_parts(shared, octet, odd, group);
-    between.update = sigmoid_of(fmaf(sums.high, by, value_of(x.f)));
+    between.update = gate_of(sums.high, by, value_of(x.f));
     between.candidate = value_of(x.o);
-    return kept(sigmoid_of(fmaf(sums.low, by, value_of(x.i))) * between.cell);
+    return kept(gate_of(sums.low, by, value_of(x.i)) * between.cell);
 #else
     const Pair first = sum_of_parts(shared, octet, odd, group * 2), second = sum_of_parts(shared, octet, odd, group * 2 + 1);
     return advance(between.cell, Gates{first.low, first.high, second.low, second.high}, by, x.values(), own);
@@ -121,8 +130,7 @@ __device__ __forceinline__ Kept second_values(Between& between, const Memory& sh
     const Pair sums = sum_of_parts(shared, octet, odd, group / 2);
     const float sum = group % 2 ? sums.high : sums.low;
 #if GRU
-    const float n = tanh_of(fmaf(sum, by, between.candidate));
-    between.cell = n + between.update * (between.cell - n);
+    between.cell = updated(between.cell, between.update, tanh_of(fmaf(sum, by, between.candidate)));
     return kept(between.cell);
 #else
     return kept(sum);
@@ -138,7 +146,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
     extern __shared__ __align__(128) unsigned char dynamic[];
     Memory& shared = *(Memory*)dynamic;
     const int side = SIDES > 2 && blockIdx.x >= calls.blocks, block = blockIdx.x - side * (int)calls.blocks;
-    const Call &first = calls.sides[2 * side], &second = calls.sides[2 * side + 1]; // of m with its cells, and of h with its outputs
+    // Of m with its cells, and of h with its outputs.
+    const Call &first = calls.sides[2 * side], &second = calls.sides[2 * side + 1];
     const int rank = block % MEMBERS, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const int odd = warp % 2, column = 2 * q + odd;
 
@@ -147,12 +156,15 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
     load_weights<1>(shared, weights, second, rank);
     choose_rows(first, OCTETS, block / MEMBERS, shared.lengths, shared.rows);
 
-    // This thread's cells: unit g of every CELL_GROUPS-th group, in this column of each octet. The first row of an octet is its longest.
+    // This thread's cells: unit g of every CELL_GROUPS-th group, in this column of each octet. The first row of an octet is its
+    // longest.
     constexpr int UNIT_TURNS = Product<0>::TURNS, OUTPUT_TURNS = Product<1>::TURNS;
     auto group_of = [&](int turn) { return turn * CELL_GROUPS + warp / 2; };
     auto unit_of_turn = [&](int turn) { return rank * UNITS + group_of(turn) * 8 + g; };
     auto output_of_turn = [&](int turn) { return rank * OUTPUTS + group_of(turn) * 8 + g; };
-    auto pools_of = [&](int octet, int turn) { return Cell{&shared.cells[octet][0][turn * THREADS + threadIdx.x], OUTPUTS * 8}; };
+    auto pools_of = [&](int octet, int turn) {
+        return Cell{&shared.cells[octet][0][turn * THREADS + threadIdx.x], OUTPUTS * 8};
+    };
     const float by = unit_of(first);
     const long long apart = first.forward ? first.gates_apart : -first.gates_apart;
     int steps[OCTETS], longest[OCTETS];
@@ -256,8 +268,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
 #pragma unroll
             for (int turn = 0; turn < OUTPUT_TURNS; ++turn)
                 if (group_of(turn) < Product<1>::OWNED && output_of_turn(turn) < VECTOR && t < steps[octet] &&
-                    (all_steps || t + 1 == steps[octet]))
-                    pools_of(octet, turn).record(second, shared.rows[octet * 8 + column], output_of_turn(turn), t, bits[octet][turn],
-                                                 cells[octet][GRU ? turn : 0].cell);
+                    (all_steps || t + 1 == steps[octet])) {
+                    const Row row = shared.rows[octet * 8 + column];
+                    const float cell = cells[octet][GRU ? turn : 0].cell;
+                    pools_of(octet, turn).record(second, row, output_of_turn(turn), t, bits[octet][turn], cell);
+                }
     }
 }

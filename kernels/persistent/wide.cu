@@ -1,33 +1,38 @@
-// A recurrent layer for large layers and many rows: the products of whole warp groups (wgmma), whose right operand is a tile of many rows.
+// A recurrent layer for large layers and many rows: the products of whole warp groups (wgmma), whose right operand is a tile of
+// many rows.
 //
-// A team of blocks owns TILES tiles of ROWS rows. Every member owns 16 hidden units: 64 gate rows, the left operand of its products, for
-// all steps. A turn is one step of one tile. Each tile has a warp group that multiplies and then advances its cells, while the other warp
-// group multiplies. A lane owns one unit of ROWS / 8 rows, and keeps their cells in registers.
+// A team of blocks owns TILES tiles of ROWS rows. Every member owns 16 hidden units: 64 gate rows, the left operand of its
+// products, for all steps. A turn is one step of one tile. Each tile has a warp group that multiplies and then advances its
+// cells, while the other warp group multiplies. A lane owns one unit of ROWS / 8 rows, and keeps their cells in registers.
 //
-// Hidden vectors are exchanged through the L2 cache, in chunks of 64 units as the tensor cores read them. One thread fetches a chunk after
-// the other. The two blocks of a cluster fetch half of the rows each, and send them to both. The last chunks' weights stay in shared
-// memory. The weights of the first STREAMED chunks, for which it has no room, are fetched again in every turn.
+// Hidden vectors are exchanged through the L2 cache, in chunks of 64 units as the tensor cores read them. One thread fetches a
+// chunk after the other. The two blocks of a cluster fetch half of the rows each, and send them to both. The last chunks'
+// weights stay in shared memory. The weights of the first STREAMED chunks, for which it has no room, are fetched again in every
+// turn.
 //
-// A member announces its new hidden values in the counter of their chunk, which counts steps: four members in each. All blocks must be
-// resident, so the launch is cooperative. Each tile has two buffers. A member writes step t + 1 over step t - 1 when all of step t has
-// arrived, and every member sends step t after reading step t - 1.
+// A member announces its new hidden values in the counter of their chunk, which counts steps: four members in each. All blocks
+// must be resident, so the launch is cooperative. Each tile has two buffers. A member writes step t + 1 over step t - 1 when
+// all of step t has arrived, and every member sends step t after reading step t - 1.
 //
-// One launch may run several levels, each in teams of its own: at any time, each level is at another step. A level above the first also
-// multiplies its inputs, the hidden values of the level below. Their chunks come before those of its own hidden vector, so they are
-// multiplied while its new hidden values are under way. The levels below the last have more buffers. A level overwrites a step when the
-// level above has announced the values that it computed from it.
+// One launch may run several levels, each in teams of its own: at any time, each level is at another step. A level above the
+// first also multiplies its inputs, the hidden values of the level below. Their chunks come before those of its own hidden
+// vector, so they are multiplied while its new hidden values are under way. The levels below the last have more buffers. A
+// level overwrites a step when the level above has announced the values that it computed from it.
 //
-// Order of sums: along the inputs and then the hidden vector, in the order of the tensor cores. It is not the order of the other kernels.
+// Order of sums: along the inputs and then the hidden vector, in the order of the tensor cores. It is not the order of the
+// other kernels. Macros besides those of cell.cuh: ROWS of a tile, TILES of a team, CHUNKS of the hidden vector, RESIDENT
+// chunks of weights in shared memory, BUFFERS of hidden vectors, STAGES of chunks that arrive, SHARED bytes of a block.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 
-constexpr int UNITS = 16, DEPTH = 64, GATE_ROWS = 4 * UNITS;            // units of a block, units of a chunk, rows of the left operand
+constexpr int UNITS = 16, DEPTH = 64, GATE_ROWS = 4 * UNITS; // units of a block, units of a chunk, rows of the left operand
 constexpr int LEFT_BYTES = GATE_ROWS * DEPTH * 2, RIGHT_BYTES = ROWS * DEPTH * 2;
 constexpr int LEVELS = SIDES, MOST = LEVELS > 1 ? 2 * CHUNKS : CHUNKS;  // the most chunks of a level
 constexpr int COLUMNS = ROWS / 8;                                       // rows of a tile that a lane owns
 constexpr int COUNTERS = 32;                                            // counters of a tile
 constexpr int GROUP = 128;                                              // threads of a warp group
-static_assert(THREADS == TILES * GROUP + 32 && TILES <= 2 && CHUNKS <= COUNTERS && ROWS % 16 == 0 && STAGES >= 2, "launch shape");
+static_assert(THREADS == TILES * GROUP + 32 && TILES <= 2 && CHUNKS <= COUNTERS && ROWS % 16 == 0 && STAGES >= 2,
+              "launch shape");
 static_assert(RESIDENT <= MOST && BUFFERS >= 2, "launch shape");
 
 // A level whose inputs have this many chunks: CHUNKS, or none for the first level, whose gate inputs are given.
@@ -53,8 +58,8 @@ struct Memory {
 };
 static_assert(sizeof(Memory) <= SHARED, "SHARED is less than sizeof(Memory): see wide.py");
 extern __shared__ __align__(1024) unsigned char dynamic[];
-// Addresses in shared memory are known when the kernel is compiled. The operands of a product are then constants: a product of 64 rows takes
-// less time than the computation of its operands.
+// Addresses in shared memory are known when the kernel is compiled. The operands of a product are then constants: a product of
+// 64 rows takes less time than the computation of its operands.
 __device__ __forceinline__ Memory& memory() { return *(Memory*)dynamic; }
 
 // Where a team exchanges the hidden values of a level.
@@ -84,16 +89,6 @@ struct Team {
     __device__ __forceinline__ int turns_before(int tile, int t) const { return t + min(t + tile, shorter); }
 };
 
-__device__ __forceinline__ void arrive_at(unsigned barrier) {
-    // Nothing is released, so no fence for the cluster is needed: the products have read the stage.
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Fetches to the same place in both blocks of the cluster.
-__device__ __forceinline__ void fetch_for_both(const void* to, const void* from, int bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)3) : "memory");
-}
-
 // Waits until all members have announced the hidden values of a step. One warp calls it.
 __device__ __forceinline__ void await_step(const unsigned* counters, int t) {
     const unsigned announced = (t + 1) * (DEPTH / UNITS);
@@ -106,15 +101,15 @@ __device__ __forceinline__ void await_step(const unsigned* counters, int t) {
     __syncwarp();
 }
 
-// Returns the bits of a hidden value that other units and the level above read. A GRU's value that is not finite is sent as NaN: `kept` would
-// make it finite, and the level above would answer as if nothing had happened.
+// Returns the bits of a hidden value that other units and the level above read. A GRU's value that is not finite is sent as
+// NaN: `kept` would make it finite, and the level above would answer as if nothing had happened.
 __device__ __forceinline__ Half sent(Kept hidden, float cell) {
     constexpr Half NOT_A_NUMBER = 0x7fff;
     return GRU && !(fabsf(cell) <= 3.4028235e38f) ? NOT_A_NUMBER : term_of(hidden, 0);
 }
 
-// The fetching warp. One of its threads fetches, and every operand that does not depend on the turn is a constant: fetching a chunk must not take
-// longer than multiplying it.
+// The fetching warp. One of its threads fetches, and every operand that does not depend on the turn is a constant: fetching a
+// chunk must not take longer than multiplying it.
 template <int INPUTS> __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
     using L = Level<INPUTS>;
     Memory& shared = memory();
@@ -127,7 +122,8 @@ template <int INPUTS> __device__ __forceinline__ void fetch_turn(const Team& tea
         const unsigned full = shared_address(&shared.full[stage]);
         await(shared_address(&shared.empty[stage]), L::phase_of(turn, chunk) ^ 1);
         expect(full, RIGHT_BYTES + (chunk < L::STREAMED ? LEFT_BYTES : 0));
-        if (chunk < L::STREAMED) copy_in_bulk(shared_address(shared.left[RESIDENT + stage]), team.weights(chunk, L::TOTAL), LEFT_BYTES, full);
+        if (chunk < L::STREAMED)
+            copy_in_bulk(shared_address(shared.left[RESIDENT + stage]), team.weights(chunk, L::TOTAL), LEFT_BYTES, full);
     };
     // Fetches the chunks from `first` to `until`, whose values begin at `from`.
     auto fetch = [&](int first, int until, const unsigned char* from) {
@@ -136,7 +132,9 @@ template <int INPUTS> __device__ __forceinline__ void fetch_turn(const Team& tea
             for (int chunk = first; chunk < until; ++chunk) {
                 const int stage = chunk % STAGES;
                 if (chunk >= L::EARLY) open(chunk);
-                fetch_for_both(shared.right[stage] + half, from + (chunk - first) * RIGHT_BYTES + half, RIGHT_BYTES / 2, shared_address(&shared.full[stage]));
+                const unsigned char* const at = from + (chunk - first) * RIGHT_BYTES + half;
+                const unsigned to = shared_address(shared.right[stage]) + half;
+                fetch_for_both(to, at, RIGHT_BYTES / 2, shared_address(&shared.full[stage]));
             }
         __syncwarp();
     };
@@ -159,7 +157,8 @@ template <int INPUTS> __device__ __forceinline__ void fetch_turns(const Team& te
     if (threadIdx.x % 32 == 0) {
         expect(shared_address(&shared.loaded), (L::TOTAL - L::STREAMED) * LEFT_BYTES);
         for (int chunk = L::STREAMED; chunk < L::TOTAL; ++chunk)
-            copy_in_bulk(shared_address(shared.left[chunk - L::STREAMED]), team.weights(chunk, L::TOTAL), LEFT_BYTES, shared_address(&shared.loaded));
+            copy_in_bulk(shared_address(shared.left[chunk - L::STREAMED]), team.weights(chunk, L::TOTAL), LEFT_BYTES,
+                         shared_address(&shared.loaded));
     }
 #pragma unroll 1
     for (int t = 0; t < team.longest; ++t)
@@ -173,7 +172,8 @@ template <int INPUTS> __device__ __forceinline__ void multiply_turn(float (&sums
     Memory& shared = memory();
     const int lane = threadIdx.x % 32;
     const unsigned left = piece_at(shared_address(shared.left)), right = piece_at(shared_address(shared.right));
-    const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty), others = in_block(empty, cluster_rank() ^ 1);
+    const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty),
+                   others = in_block(empty, cluster_rank() ^ 1);
     auto release = [&](int stage) {
         if (lane == 0) arrive(empty + stage * 8);
         if (lane == 1) arrive_at(others + stage * 8);
@@ -217,8 +217,8 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
             const bool wanted = t < rows[row].steps;
             const Gate* const from = gates + call.token(rows[row].begin, t) * call.gates_apart + block * hidden;
             asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
-                         ::"r"(shared_address(&shared.inputs[tile][block][row][0]) + piece * 16), "l"((const unsigned char*)from + piece * 16),
-                           "r"((int)wanted) : "memory");
+                         ::"r"(shared_address(&shared.inputs[tile][block][row][0]) + piece * 16),
+                         "l"((const unsigned char*)from + piece * 16), "r"((int)wanted) : "memory");
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
@@ -231,11 +231,12 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
 #pragma unroll
         for (int index = thread; index < ROWS * 2; index += GROUP) {
             const int row = index / 2, piece = team.member % 4 * 2 + index % 2;
-            *(Quad*)(to + row * (DEPTH * 2) + (piece ^ row % 8) * 16) = *(const Quad*)&shared.outgoing[tile][row][index % 2 * 8];
+            *(Quad*)(to + row * (DEPTH * 2) + (piece ^ row % 8) * 16) =
+                *(const Quad*)&shared.outgoing[tile][row][index % 2 * 8];
         }
         meet_group();
         if (thread == 0)
-            asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(team.own.counters(tile) + chunk) : "memory");
+            announce_to_device(team.own.counters(tile) + chunk);
     };
 
     float cells[COLUMNS], pooled[COLUMNS][3];
@@ -244,7 +245,8 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
         const Row row = rows[8 * j + 2 * q + odd];
         cells[j] = Cell{pooled[j], 1}.begin(call, row, unit);
         const bool known = call.hidden_before && row.row >= 0;
-        shared.outgoing[tile][8 * j + 2 * q + odd][own_unit] = known ? term_of(kept(call.hidden_before[call.start_before(row.row) + unit]), 0) : 0;
+        shared.outgoing[tile][8 * j + 2 * q + odd][own_unit] =
+            known ? term_of(kept(call.hidden_before[call.start_before(row.row) + unit]), 0) : 0;
     }
     send(0);
     await(shared_address(&shared.loaded), 0);
@@ -256,7 +258,8 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
         if (tile || (t > 0 && t <= team.shorter)) meet(1 + tile, 2 * GROUP);
         float sums[ROWS / 2];
         multiply_turn<INPUTS>(sums, team.turns_before(tile, t));
-        if (tile ? t + 1 < team.longest : t < team.shorter) asm volatile("bar.arrive %0, %1;" ::"r"(2 - tile), "n"(2 * GROUP) : "memory");
+        const bool other_waits = tile ? t + 1 < team.longest : t < team.shorter;
+        if (other_waits) asm volatile("bar.arrive %0, %1;" ::"r"(2 - tile), "n"(2 * GROUP) : "memory");
 
         asm volatile("cp.async.wait_all;" ::: "memory");
         meet_group();
@@ -267,7 +270,8 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
             // The lane of the unit's other two gates sends them for this column, and receives two gates for its own.
             const float a = __shfl_xor_sync(~0u, odd ? sums[4 * j] : sums[4 * j + 1], 4);
             const float b = __shfl_xor_sync(~0u, odd ? sums[4 * j + 2] : sums[4 * j + 3], 4);
-            const Gates product = odd ? Gates{a, b, sums[4 * j + 1], sums[4 * j + 3]} : Gates{sums[4 * j], sums[4 * j + 2], a, b};
+            const Gates product =
+                odd ? Gates{a, b, sums[4 * j + 1], sums[4 * j + 3]} : Gates{sums[4 * j], sums[4 * j + 2], a, b};
             auto input = [&](int block) { return value_of(shared.inputs[tile][block][column][own_unit]); };
             Gates inputs{input(0), input(1), GRU ? 0.0f : input(2), input(BLOCKS - 1)};
             if (GRU && INPUTS) inputs.o = fmaf(product.o, by, inputs.o);
@@ -278,7 +282,8 @@ template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team,
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const Row row = rows[8 * j + 2 * q + odd];
-            if (t < row.steps && (all_steps || t + 1 == row.steps)) Cell{pooled[j], 1}.record(call, row, unit, t, values[j], cells[j]);
+            if (t < row.steps && (all_steps || t + 1 == row.steps))
+                Cell{pooled[j], 1}.record(call, row, unit, t, values[j], cells[j]);
         }
     }
 }
@@ -288,7 +293,8 @@ template <int INPUTS> __device__ __forceinline__ void run(const Team& team) {
     else fetch_turns<INPUTS>(team);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Calls calls) {
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    persistent(const __grid_constant__ Calls calls) {
     Memory& shared = memory();
     const int level = LEVELS > 1 ? blockIdx.x / (int)calls.blocks : 0, block = blockIdx.x - level * (int)calls.blocks;
     const Call& call = calls.sides[level];
@@ -307,7 +313,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         const bool exists = other >= 0 && other < LEVELS;
         return Exchange{exists ? (unsigned char*)calls.sides[other].exchange + number * Exchange::BYTES : nullptr};
     };
-    const Team team{call, exchange_of(level), exchange_of(level - 1), exchange_of(level + 1), block % members, shared.rows[0].steps,
+    const Team team{call,
+                    exchange_of(level),
+                    exchange_of(level - 1),
+                    exchange_of(level + 1),
+                    block % members,
+                    shared.rows[0].steps,
                     TILES > 1 ? shared.rows[(TILES - 1) * ROWS].steps : 0};
     if (level == 0) run<0>(team);
     else if (LEVELS > 1) run<MOST - CHUNKS>(team);
