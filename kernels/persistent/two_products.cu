@@ -268,10 +268,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) persistent(con
 #pragma unroll
             for (int turn = 0; turn < OUTPUT_TURNS; ++turn)
                 if (group_of(turn) < Product<1>::OWNED && output_of_turn(turn) < VECTOR && t < steps[octet] &&
-                    (all_steps || t + 1 == steps[octet])) {
-                    const Row row = shared.rows[octet * 8 + column];
-                    const float cell = cells[octet][GRU ? turn : 0].cell;
-                    pools_of(octet, turn).record(second, row, output_of_turn(turn), t, bits[octet][turn], cell);
-                }
+                    (all_steps || t + 1 == steps[octet]))
+                    pools_of(octet, turn).record(second, shared.rows[octet * 8 + column], output_of_turn(turn), t,
+                                                 bits[octet][turn], cells[octet][GRU ? turn : 0].cell);
     }
 }

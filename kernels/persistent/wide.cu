@@ -20,8 +20,10 @@
 // level overwrites a step when the level above has announced the values that it computed from it.
 //
 // Order of sums: along the inputs and then the hidden vector, in the order of the tensor cores. It is not the order of the
-// other kernels. Macros besides those of cell.cuh: ROWS of a tile, TILES of a team, CHUNKS of the hidden vector, RESIDENT
-// chunks of weights in shared memory, BUFFERS of hidden vectors, STAGES of chunks that arrive, SHARED bytes of a block.
+// other kernels.
+//
+// Macros besides those of cell.cuh: ROWS of a tile, TILES of a team, CHUNKS of the hidden vector, RESIDENT chunks of weights in
+// shared memory, BUFFERS of hidden vectors, STAGES of chunks that arrive, SHARED bytes of a block.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 
