@@ -94,31 +94,22 @@ class LaunchPlan:
 @cache
 def adaptive_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of all kernels that runs on the device."""
-    return _few_steps_shape(variant, rows, steps) or _first_shape(variant, rows, directions, ADAPTIVE)
+    few_steps = _few_steps_shape(variant, ceil_div(rows, directions), steps)
+    return few_steps or _first_shape(variant, rows, directions, ADAPTIVE)
 
 
-@cache
-def fastest_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
-    """Return the fastest shape of the kernels with the same order of sums that runs on the device."""
-    return _first_shape(variant, rows, directions, PERSISTENT)
+def _finder(kinds: Kinds) -> FindShape:
+    """Return a function that finds the fastest shape of some kinds that runs on the device."""
+
+    @cache
+    def find_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
+        return _first_shape(variant, rows, directions, kinds)
+
+    return find_shape
 
 
-@cache
-def cluster_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
-    """Return the fastest shape of the cluster kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, CLUSTER)
-
-
-@cache
-def grid_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
-    """Return the fastest shape of the grid kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, GRID)
-
-
-@cache
-def wide_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
-    """Return the fastest shape of the wide kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, WIDE)
+fastest_shape, cluster_shape, grid_shape, wide_shape = map(_finder, (PERSISTENT, CLUSTER, GRID, WIDE))
+"""fastest_shape: of the kernels with the same order of sums."""
 
 
 @cache
