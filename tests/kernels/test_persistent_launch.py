@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from kernels import gru, lstm
 from kernels.backend import AUTO, PINNED, Problem, choose
 from kernels.gated import PEEPHOLES, RESET_BEFORE
 from kernels.persistent import launch
-from kernels.persistent.choice import cluster_shape
+from kernels.persistent.choice import cluster_shape, step_shape
 from kernels.persistent.cluster import OCTETS, ClusterShape
 from kernels.persistent.packing import HERE, Variant, pack
+from kernels.persistent.step import pack_columns
 from kernels.ragged import Outputs, Ragged
 from kernels.tuning import matching_shapes
 from tests.kernels.devices import H200, FakeKernel, assert_passed, emulated, launches_of
@@ -25,6 +27,7 @@ from tests.kernels.sources import members
 SHARED_BYTES = H200.shared_memory_per_block_optin
 HALF, CUDA = torch.float16, torch.device("cuda:0")
 CALL = [member.name for member in members(HERE / "cell.cuh", "Call")]
+STEP = [member.name for member in members(HERE / "step.cuh", "Step")][1:]
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,20 @@ def test_packed_weights_are_tensor_core_operands(gates: int) -> None:
     expected = hidden[:, :40] @ recurrent
     torch.testing.assert_close(products[:, :gates, :40].reshape(8, -1), expected, rtol=1e-5, atol=1e-5)
     assert not products[:, :, 40:].any() and not products[:, gates:].any()
+
+
+@pytest.mark.parametrize("gates", [3, 4])
+def test_packed_columns_are_operands_of_products(gates: int) -> None:
+    """A lane of a product has the sums of columns 2q and 2q + 1: of units 4q to 4q + 3 of a part in its two halves."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, vector = torch.randn(70, gates * 40, generator=generator), torch.zeros(2, 64)
+    vector.view(-1)[:70] = torch.randn(70, generator=generator)
+    packed, column = pack_columns(matrix, 40), torch.arange(8)[:, None]
+    columns = packed[..., column, torch.arange(8) ^ column, :].flatten(-2)
+    sums = torch.einsum("cpgnk,ck->pgn", columns, vector).view(-1, gates, 2, 4, 2)  # part, gate, half, q, low
+    by_unit = sums.permute(1, 0, 3, 2, 4).reshape(gates, -1)
+    torch.testing.assert_close(by_unit[:, :40].flatten(), vector.view(-1)[:70] @ matrix, rtol=1e-5, atol=1e-5)
+    assert not by_unit[:, 40:].any()
 
 
 @pytest.mark.parametrize(
@@ -142,3 +159,22 @@ def test_members_of_call_are_passed_in_order(made: list[FakeKernel]) -> None:
     assert_passed(call, {**passed, **numbers, "gates_apart": 160, "outputs_apart": 40})
     absent = ["scale", "own", "slots_before", "slots_after", "last", "max", "exchange"]
     assert [name for name in CALL[:16] if call[name] == 0] == absent
+
+
+@pytest.mark.parametrize("kind", ["data", "gate inputs", "ids"])
+def test_inputs_of_a_step_are_passed_after_its_call(kind: str, made: list[FakeKernel]) -> None:
+    form = Form("gru", reset="after", ids=kind == "ids")
+    arguments = form.arguments([2, 0, 1], 40, 12, storage=HALF)
+    x, weights, state = form.gated(arguments) if kind == "gate inputs" else arguments
+    x = Ragged(x.data if kind == "ids" else x.data.half(), x.offsets)
+    before = replace(state, hidden=torch.zeros(9, 40), slots=torch.tensor([8, 1, 2]), sources=torch.tensor([0, 0, 0]))
+    launch.encode(gru.FUSED, step_shape, x, weights, before, want=Outputs(last=True))
+    [launched] = launches_of(made)
+    call = dict(zip([*CALL, "blocks", *STEP], launched.members, strict=True))
+    assert call["hidden_before"] == call["hidden_after"] == before.hidden.data_ptr() and call["gates_apart"] == {"data": 0}.get(
+        kind, 120
+    )
+    passed = {"x": x.data if kind == "data" else 0, "ids": x.data if kind == "ids" else 0}
+    widths = {"x_apart": 16, "inputs": 16} if kind == "data" else {"x_apart": 0, "inputs": 0}
+    assert call["meeting"] and bool(call["x"]) == (kind == "data")
+    assert_passed(call, {"ids": passed["ids"], "ids_wide": kind == "ids" and x.data.dtype == torch.int64, **widths})
