@@ -75,7 +75,7 @@ def row_sources(slots: Tensor | None, sources: Tensor | None) -> Tensor | None:
 
 
 def aligned_inputs(values: Tensor) -> Tensor:
-    """Return 16-bit inputs, (..., inputs), as matrix products read them: aligned to 16 bytes and padded with zeros to whole pieces."""
+    """Return inputs, (..., inputs), as matrix products read them: aligned to 16 bytes and padded with zeros to whole pieces."""
     missing = -values.shape[-1] % PIECE
     padded = (functional.pad(values, (0, missing)) if missing else values).contiguous()
     return padded if padded.data_ptr() % 16 == 0 else padded.clone()

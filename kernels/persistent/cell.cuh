@@ -130,7 +130,7 @@ struct Call {
     float* last;                        // (rows, hidden), `outputs_apart` from row to row
     float* mean;
     float* max;
-    unsigned* exchange;                 // of the grid kernel: (octets, 2, pieces), zeros before the launch
+    unsigned* exchange;                 // of a kernel whose blocks exchange values through the L2 cache
     long long wide, first, until;       // the rows of this launch
     long long hidden, octets, width;    // octets of a tile, rows of an octet
     long long forward;                  // 1, or 0 for a direction that begins with the last token of a row

@@ -95,7 +95,8 @@ class LaunchPlan:
 def adaptive_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of all kernels that runs on the device."""
     few_steps = _few_steps_shape(variant, ceil_div(rows, directions), steps)
-    return few_steps or _first_shape(variant, rows, directions, ADAPTIVE)
+    shape = few_steps or _first_shape(variant, rows, directions, ADAPTIVE)
+    return shape if shape is not None or variant.vector else step_shape(variant, rows, directions, steps)
 
 
 def _finder(kinds: Kinds) -> FindShape:
@@ -172,6 +173,12 @@ def adaptive_refusal(cell: PersistentCell, problem: Problem) -> str | None:
         if not any(isinstance(shape, WideShape | StepShape) for shape in shapes):
             refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
     return refusal
+
+
+def bounded_steps(variant: Variant, find_shape: FindShape, steps: int) -> int:
+    """Return a number of steps for which a function finds the same shape, out of few numbers: shapes and plans are kept for each."""
+    most = max(shape["steps"] for shape in _few_steps(variant) if "steps" in shape) + 1
+    return min(steps, most) if find_shape is adaptive_shape else most
 
 
 def step_refusal(cell: PersistentCell, problem: Problem) -> str | None:
@@ -263,7 +270,7 @@ def launch_plan(name: str, find_shape: FindShape, variant: Variant, directions: 
     shape = find_shape(variant, directions * rows, directions, steps)
     if shape is None:
         raise ContractError(
-            f"this device has no room for {variant.hidden} hidden units of a layer {name!r}: choose another backend"
+            f"this kernel does not run {variant.hidden} hidden units of a layer {name!r} here: choose another backend"
         )
     together = directions == 1 or shape.runs_both
     launches: list[tuple[tuple[int, ...], int, int, Launch]] = []

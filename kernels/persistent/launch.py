@@ -37,10 +37,12 @@ from kernels.persistent.choice import (
     CLUSTERS,
     FindShape,
     Launches,
+    LaunchPlan,
     PersistentCell,
     Refuses,
     adaptive_refusal,
     adaptive_shape,
+    bounded_steps,
     cluster_shape,
     describe,
     fastest_shape,
@@ -55,7 +57,10 @@ from kernels.persistent.choice import (
 from kernels.persistent.packing import Packing, Variant, WidePacking, scale_of
 from kernels.persistent.step import StepPacking, StepShape, meetings
 from kernels.persistent.two_products import TwoProductsPacking
-from kernels.ragged import Encoded, Outputs, Ragged, without_sources
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged, without_sources
+
+FEW = 4
+"""Steps that hardly overlap if several levels run at once."""
 
 
 class _Product(NamedTuple):
@@ -87,11 +92,9 @@ class _Inputs(NamedTuple):
     ids: Tensor | None = None
     data: Tensor | None = None
 
-    @property
-    def more(self) -> tuple[int, ...]:
-        """The members of `Step` of step.cu after its call. Without tokens, nothing is multiplied."""
+    def more(self, words: int) -> tuple[int, ...]:
+        """Return the members of `Step` of step.cu after its call. words: of `Meetings`. Without tokens, nothing is multiplied."""
         ids, data = self.ids, self.data
-        words = meetings(self.gates.device).take()
         wide, apart = ids is not None and ids.dtype == torch.int64, 0 if data is None else data.stride(0)
         return address(data), address(ids), words, wide, apart, data.shape[1] if data is not None and len(data) else 0
 
@@ -176,9 +179,12 @@ def _encode(
     if not rows:
         return encoded
     variant = _variant(cell, x, first)
-    plan = launch_plan(cell.name, find_shape, variant, directions, rows, ceil_div(len(x.data), rows))
+    steps = bounded_steps(variant, find_shape, ceil_div(len(x.data), rows))
+    plan = launch_plan(cell.name, find_shape, variant, directions, rows, steps)
     by_step = isinstance(plan.packing, StepPacking)
     inputs = _step_inputs(x, weights) if by_step else [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
+    if by_step:
+        _check_alignment(cell, after)
     outputs = _written(encoded)
     sides = [
         _Side(
@@ -188,12 +194,12 @@ def _encode(
             _read_and_written(
                 cell,
                 weights[side],
-                _by_row(states[side]) if plan.copies_state else states[side],
+                _before(cell, states[side], plan),
                 after[side],
                 [None if output is None else output[:, side * vector :] for output in outputs],
             ),
             forward=side == 0,
-            more=of_side.more if by_step else (),
+            more=of_side.more(meetings(like.device).take(weights[side])) if by_step else (),
         )
         for side, of_side in enumerate(inputs)
     ]
@@ -296,8 +302,8 @@ def _variant(cell: PersistentCell, x: Ragged, layer: Any) -> Variant:
     if layer.input is not None:
         float32 = storage == torch.float32
         return cell.variant(problem, gates_float32=float32)._replace(data_float32=not float32 and x.data.dtype == torch.float32)
-    gates = x.data.dtype if layer.table is None else layer.table.dtype
-    return cell.variant(problem, gates_float32=gates != storage or storage == torch.float32)
+    gates = as_gate_dtype(x.data if layer.table is None else layer.table[:0], storage)
+    return cell.variant(problem, gates_float32=gates.dtype == torch.float32)
 
 
 def _levels_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any]) -> int:
@@ -306,8 +312,9 @@ def _levels_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any]) ->
     if not x.rows or any(layer.hidden != first.hidden or layer.variants != first.variants for layer in weights[1:]):
         return 1
     variant = _variant(cell, x, first)
-    if isinstance(adaptive_shape(variant, x.rows, 1, ceil_div(len(x.data), x.rows)), StepShape):
-        return 1  # so few steps hardly overlap
+    steps = ceil_div(len(x.data), x.rows)
+    if steps <= FEW and isinstance(adaptive_shape(variant, x.rows, 1, steps), StepShape):
+        return 1
     return next((levels for levels in range(len(weights), 1, -1) if levels_shape(variant, x.rows, levels)), 1)
 
 
@@ -315,7 +322,7 @@ def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
     """Return the gate inputs of each direction, (tokens, 4 or 3 x hidden), in the dtype of the weights or in float32."""
     storage = weights[0].recurrent.dtype
     if weights[0].table is not None:
-        return [_aligned(embed(x.data, layer.table, layer.table.dtype)) for layer in weights]
+        return [_aligned(embed(x.data, _table(layer), _table(layer).dtype)) for layer in weights]
     if weights[0].input is None:
         return [_aligned(as_gate_dtype(x.data, storage))] * len(weights)
     data = x.data if x.data.dtype == storage else x.data.to(storage)
@@ -328,7 +335,7 @@ def _step_inputs(x: Ragged, weights: Sequence[Any]) -> list[_Inputs]:
     first = weights[0]
     if first.table is not None:
         ids = x.data.contiguous()
-        return [_Inputs(layer.table, layer.table.stride(0), ids=ids) for layer in weights]
+        return [_Inputs(_table(layer), _table(layer).stride(0), ids=ids) for layer in weights]
     if first.input is None or first.recurrent.dtype == torch.float32:
         return [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
     data = x.data if x.data.dtype in (torch.float32, first.recurrent.dtype) else x.data.to(first.recurrent.dtype)
@@ -381,6 +388,11 @@ def _with_inputs(layer: Any, packing: WidePacking | StepPacking, storage: torch.
     return _Product(packed, None, layer.hidden)
 
 
+def _table(layer: Any) -> Tensor:
+    """Return the rows of a folded table as kernels read them."""
+    return pack_once(layer.packed, "table", lambda: _aligned(as_gate_dtype(layer.table, layer.recurrent.dtype)))
+
+
 def _bias(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the gate inputs of every token where the kernel multiplies the data itself."""
     return pack_once(layer.packed, ("bias", dtype), lambda: _aligned(layer.bias.to(dtype)[None]))
@@ -410,9 +422,15 @@ def _own(cell: PersistentCell, layer: Any) -> Tensor | None:
     return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
 
 
-def _by_row(state: Any) -> Any:
-    """Return the state, or a copy by row if rows end in the slots from which they start."""
-    return state if state is None or state.sources is not None else state.by_row()
+def _before(cell: PersistentCell, state: Any, plan: LaunchPlan) -> Any:
+    """Return the state from which rows start, or a copy by row if its kernel cannot read it in its place."""
+    if state is None:
+        return None
+    if plan.copies_state and state.sources is None:
+        state = state.by_row()
+    if isinstance(plan.packing, StepPacking) and state.slots is None:
+        return type(state)(*(_aligned(_as_float32(getattr(state, name))) for name in cell.arrays))
+    return state
 
 
 def _state_after(cell: PersistentCell, state: Any, like: Tensor, rows: int, layer: Any) -> Any:
@@ -422,6 +440,14 @@ def _state_after(cell: PersistentCell, state: Any, like: Tensor, rows: int, laye
     for name in cell.arrays:
         check_state_cache(name, getattr(state, name))
     return without_sources(state)
+
+
+def _check_alignment(cell: PersistentCell, states: Sequence[Any]) -> None:
+    """Raises ContractError unless states begin at whole vectors of four float32 numbers."""
+    for state in states:
+        for name in cell.arrays:
+            if getattr(state, name).data_ptr() % 16:
+                raise ContractError(f"state.{name} with slots must begin at a multiple of 16 bytes")
 
 
 def _slots(before: Any, after: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,5 @@
-// A recurrent layer for a few steps of many rows: one product of [x | h] with [W; R] for each step, whose epilogue is the cell.
+// A recurrent layer for a few steps, or for many rows: one product of [x | h] with [W; R] for each step, whose epilogue is the
+// cell.
 //
 // A turn is one step of a tile: ROWS rows by UNITS hidden units. Blocks are persistent and take turns in a fixed order. The
 // first warp group of a block loads: it gathers rows of x by token and rows of h by state slot, converts them to 16 bits where
@@ -7,13 +8,14 @@
 // neighbouring rows and the same units: each fetches a part of the weights for both.
 //
 // The hidden values of other units come from all blocks of a step. DIRECT blocks read the first ones from the states, so no row
-// may start from a slot that another row ends in. Otherwise the blocks first write them in 16 bits, and meet: units of large
+// may start from a slot that any row ends in. Otherwise the blocks first write them in 16 bits, and meet: units of large
 // layers are read by many blocks. Between steps the blocks meet too, and the tiles of a step hold only the rows that have it.
 // All blocks must be resident, so the launch is cooperative. Meetings count in `meeting`: two words that are zero before the
 // launch and after it.
 //
 // Order of sums: the gate inputs, then along x, then along h, in the order of the tensor cores, whatever the tile. FLOAT32
-// hidden values and weights have two terms: each chunk of h is multiplied three times.
+// hidden values and weights have two terms: each chunk of h is multiplied three times, the small terms first, and the chunks
+// are added in float32.
 //
 // Macros besides those of cell.cuh: ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that arrive, SHARED
 // bytes of a block, DIRECT, X_FLOAT32, the dtype of x.
@@ -69,7 +71,7 @@ __device__ __forceinline__ Four four_of(const Half* at) {
 // The sums of a lane: four units of each part, in two rows that are eight apart. A GRU's product of x for the new gate is
 // apart, because the reset gate does not multiply it.
 struct Sums {
-    float all[COLUMNS / 2], new_of_x[GRU ? UNITS / 2 : 1];
+    float all[COLUMNS / 2], new_of_x[GRU ? UNITS / 2 : 1], chains[FLOAT32 ? COLUMNS / 2 : 1];
 
     // Returns where a unit of a part has its sum for a gate.
     static __device__ __forceinline__ int at(int part, int gate, int upper, int unit) {
@@ -79,6 +81,12 @@ struct Sums {
     __device__ __forceinline__ void settle() {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) asm volatile("" : "+f"(all[i])::"memory");
+    }
+    __device__ __forceinline__ float total(int at) const { return (FLOAT32 ? chains : all)[at]; }
+    // Adds the sums of a chunk to those of the chunks before. Tensor cores round a chain of products towards zero.
+    __device__ __forceinline__ void end_chain() {
+#pragma unroll
+        for (int i = 0; FLOAT32 && i < COLUMNS / 2; ++i) chains[i] += all[i], all[i] = 0.0f;
     }
     __device__ __forceinline__ void set_apart() {
 #if GRU
@@ -132,17 +140,25 @@ struct Multiplier {
             asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;" ::: "memory");
             // The previous chunk has been read by now.
             if (chunk > 0) release(chunks - 1);
+            if (FLOAT32 && chunk % PASSES_OF_H == PASSES_OF_H - 1) {
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                sums.settle();
+                sums.end_chain();
+                sums.settle();
+            }
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         sums.settle();
         if (of_x + of_h) release(chunks - 1);
         if (!of_h) sums.set_apart();
+        if (FLOAT32) sums.end_chain();
     }
 
     // Returns the gate inputs as the first terms of the sums.
     __device__ __forceinline__ void begin(Sums& sums, const Place (&places)[2], int t, int first) const {
         const Call& call = step.call();
         const float scale = FLOAT32 ? *call.scale : 1.0f;
+        for (float& sum : sums.chains) sum = 0.0f;
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             const bool runs = places[upper].steps > t;
@@ -234,7 +250,7 @@ struct Multiplier {
                 Four hidden;
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    auto sum = [&](int gate) { return sums.all[Sums::at(part, gate, upper, k)]; };
+                    auto sum = [&](int gate) { return sums.total(Sums::at(part, gate, upper, k)); };
                     const Gates product{sum(0), sum(1), sum(2), GRU ? 0.0f : sum(BLOCKS - 1)};
                     const Gates inputs{0.0f, 0.0f, 0.0f, GRU ? sums.new_of_x[part * 8 + Sums::at(0, 0, upper, k)] * by : 0.0f};
                     const Kept bits = advance(cell.values[k], product, by, inputs, own[k]);

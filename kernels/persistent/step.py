@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import ClassVar
+from threading import Lock
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.nn import functional
 from kernels.compile import Kernel, resident_clusters, shared_limit
 from kernels.launching import PIECE, ceil_div, multiprocessors, round_up
 from kernels.persistent.packing import Launch, Variant
+from kernels.ragged import ContractError
 
 DEPTH, PART = 64, 16
 """Entries of a chunk of both vectors, and hidden units of a part of a tile."""
@@ -23,6 +26,7 @@ STAGES = range(8, 1, -1)
 """Chunks that may arrive at once, the fastest number first."""
 DIRECT_UNITS = 256
 """Hidden units up to which blocks read the first hidden values from the states: few blocks read the same values."""
+TWO_TERMS_UNITS = 32
 PLACE_BYTES, ALIGNED = 32, 1024
 
 
@@ -38,8 +42,8 @@ class StepPacking:
         return torch.cat([pack_columns(matrix, len(recurrent)) for matrix in (inputs, recurrent)])
 
     def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
-        """Return float32 weights as `pack` returns float16 weights, each chunk three times: the scaled weights in float16, for both terms
-        of a hidden value the remainders and the scaled weights again, in the order in which step.cu multiplies them."""
+        """Return float32 weights as `pack` returns float16 weights, each chunk three times in the order in which step.cu multiplies
+        them: the scaled weights in float16 for the small terms of the hidden values, the remainders, and the scaled weights again."""
         scaled = recurrent * scale
         first = scaled.half()
         terms = [self.pack(term) for term in (first, (scaled - first.float()).half())]
@@ -65,16 +69,21 @@ def pack_columns(matrix: Tensor, hidden: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Tiles of `rows` rows by `units` hidden units."""
+    """Tiles of `rows` rows by up to `most_units` hidden units."""
 
     runs_both: ClassVar[bool] = False
     packing: ClassVar[StepPacking] = StepPacking()
     variant: Variant
-    units: int
+    most_units: int
     rows: int
 
     def __str__(self) -> str:
         return "one product a step"
+
+    @property
+    def units(self) -> int:
+        """Hidden units of a tile. With two terms, a thread also has the sums of the chunks before."""
+        return min(self.most_units, TWO_TERMS_UNITS) if self.variant.terms > 1 else self.most_units
 
     @property
     def pair(self) -> int:
@@ -101,7 +110,8 @@ class StepShape:
         return hopper and self.variant.hidden % PIECE == 0 and not self.variant.vector
 
     def runs(self) -> bool:
-        return self.has_room()
+        """Return whether a cluster fits, as the driver counts."""
+        return self.has_room() and self._clusters(self._kernel()) > 0
 
     def launch(self, rows: int, directions: int = 1) -> Launch:
         """Return the launch for this many rows."""
@@ -151,21 +161,42 @@ class StepShape:
 class Meetings:
     """Words in which the blocks of a launch count their meetings: zero before a launch and after it.
 
-    Each launch takes the next two words, also a launch that a CUDA graph captures, so that launches at the same time have different words.
+    A launch takes the next two words, which are taken again long after it has ended. A launch that a CUDA graph captures keeps two words
+    until its layer's weights are gone.
     """
 
-    LAUNCHES = 4096
-    """A launch that takes the words again comes long after the first has ended."""
+    LAUNCHES, CAPTURED = 4096, 1 << 16
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros((self.LAUNCHES, 2), dtype=torch.int32, device=device)
-        self._next = count()
+        """Raises ContractError during a capture: the words must be zero before a graph runs."""
+        if torch.cuda.is_current_stream_capturing():
+            raise ContractError("a layer must run once before a CUDA graph captures it")
+        self._words = torch.zeros((self.LAUNCHES + self.CAPTURED, 2), dtype=torch.int32, device=device)
+        self._next, self._free = count(), list(range(self.LAUNCHES, self.LAUNCHES + self.CAPTURED))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the words are zero for every stream
 
-    def take(self) -> int:
-        """Return the address of two words."""
-        return self._words.data_ptr() + next(self._next) % self.LAUNCHES * self._words.stride(0) * self._words.element_size()
+    def take(self, layer: Any) -> int:
+        """Return the address of two words for a launch of a layer; raises ContractError if graphs have taken all."""
+        if not torch.cuda.is_current_stream_capturing():
+            index = next(self._next) % self.LAUNCHES
+        elif self._free:
+            index = self._free.pop()
+            weakref.finalize(layer, self._free.append, index)
+        else:
+            raise ContractError(f"CUDA graphs have captured {self.CAPTURED} launches")
+        return self._words.data_ptr() + index * self._words.stride(0) * self._words.element_size()
+
+
+def meetings(device: torch.device) -> Meetings:
+    """Return the words of a device."""
+    with _LOCK:
+        return _meetings(device)
+
+
+_LOCK = Lock()
 
 
 @cache
-def meetings(device: torch.device) -> Meetings:
+def _meetings(device: torch.device) -> Meetings:
     return Meetings(device)

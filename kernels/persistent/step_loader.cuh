@@ -134,7 +134,7 @@ struct Loader {
         const float* from[LOADS];
         find(from, places, [&](const Place& place) { return step.call().hidden_before + place.before; });
         for (int chunk = 0; chunk < step.chunks_of_h(0); ++chunk) {
-            const int begin = chunk / PASSES_OF_H * DEPTH, term = chunk % PASSES_OF_H / 2;
+            const int begin = chunk / PASSES_OF_H * DEPTH, term = FLOAT32 && chunk % PASSES_OF_H == 0;
             open(step.chunks_of_x() + chunk, unit);
             load(from, begin, step.hidden() - begin, [&](float a, float b) { return of_hidden(a, b, term); });
         }
@@ -146,7 +146,7 @@ struct Loader {
         for (int chunk = 0; chunk < step.chunks_of_h(t); ++chunk) {
             const int begin = chunk / PASSES_OF_H * DEPTH;
             open(step.chunks_of_x() + chunk, unit);
-            if (FLOAT32 && chunk % PASSES_OF_H == 2) {
+            if (FLOAT32 && chunk % PASSES_OF_H == 0) {
                 const Half* of_small[LOADS];
 #pragma unroll
                 for (int n = 0; n < LOADS; ++n) of_small[n] = from[n] ? from[n] + small : nullptr;
@@ -166,6 +166,11 @@ struct Loader {
             arrive(shared_address(&shared.announced[turns % 2]));
         }
         ++turns;
+    }
+    __device__ __forceinline__ void announce_without_places(const Turn& turn) {
+        await_places();
+        meet(1, GROUP); // a thread that still waits must not miss the phase
+        announce(turn);
     }
     __device__ __forceinline__ void load_step(int t, bool all) {
         const int clusters = gridDim.x / PAIR, units = step.tiles_of_units();
@@ -207,13 +212,11 @@ struct Loader {
         int shortest, longest;
         find_lengths(shortest, longest);
         for (int t = 1; t < longest; ++t) {
-            await_places();
-            announce(Turn{STEP_ENDS});
+            announce_without_places(Turn{STEP_ENDS});
             ++meetings;
             load_step(t, t < shortest);
         }
-        await_places();
-        announce(Turn{END});
+        announce_without_places(Turn{END});
         if (meetings == 0 || threadIdx.x > 0) return;
         // The last block to leave resets the words for the next launch.
         unsigned left;

@@ -165,6 +165,7 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
 
     with pytest.MonkeyPatch.context() as patch, fresh_shape_caches():
         patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
         patch.setattr(torch.cuda, "get_device_name", lambda _: device.name)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)

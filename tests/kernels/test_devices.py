@@ -79,6 +79,15 @@ def test_recurrent_layers_run_in_the_kernel_of_their_size(family: str, device: D
     assert (exact.why[1] == needs_clusters) != has_clusters(device)
 
 
+@pytest.mark.parametrize("multiprocessors", [16, 114, 132])
+def test_adaptive_backend_runs_every_batch_of_a_layer_that_it_takes(multiprocessors: int) -> None:
+    """Beyond the room for weights that stay, one product a step runs any batch."""
+    with emulated(replace(H100, multi_processor_count=multiprocessors)):
+        for hidden, rows, steps in product((128, 768, 1832, 2120), (1, 32, 600), (1, 50)):
+            assert chosen("lstm", HALF, hidden).backend.name == "adaptive"
+            assert persistent_launches(Variant(0, HALF, False, hidden), rows, 1, steps=steps)
+
+
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
 @pytest.mark.usefixtures("made")
 def test_persistent_launches_keep_the_limits(gru: bool, device: Device) -> None:
