@@ -18,8 +18,6 @@ from kernels.bench.baselines import BASELINES
 from kernels.bench.kept import kept
 from kernels.bench.ladder import command as ladder
 from kernels.bench.measure import Bench
-from kernels.bench.peaks import measured_peaks
-from kernels.bench.shares import with_shares_of_peaks, with_shares_of_product
 from kernels.bench.tables import RESULTS, write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import FAMILIES, workloads
@@ -32,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device: torch.device = options.device
     out: Path | None = options.out or (None if options.quick or options.threads > 1 else RESULTS)
-    setting = _prepare(device, options.threads, options.quick)
-    if setting.peaks:
-        print(setting.peaks)
+    setting = _prepare(device, options.threads)
     if options.family == LADDER:
         return ladder.run(device, options.quick, setting, out, _progress)
     families = FAMILIES if options.family == "all" else (options.family,)
@@ -44,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _family(family: str, device: torch.device, quick: bool, setting: report.Setting, out: Path | None) -> int:
     bench = Bench(device, BASELINES[family], _budget_s(family, device, quick), _progress)
     findings = bench.measured(workloads(family, device.type, quick))
-    measurements = _with_shares(findings.measurements, device, setting)
+    measurements = findings.measurements
     print(f"\n{family} on {setting}; microseconds: median (p10-p90), * the fastest\n")
     print(report.table(measurements))
-    if shares := report.shares(measurements):
-        print(f"\n{shares}\n")
     for line in (*findings.refused, *findings.skipped, *(f"WRONG: {error}" for error in findings.wrong)):
         print(line)
     backends = [backend.name for backend in import_module(f"kernels.{family}").BACKENDS]
@@ -69,14 +63,6 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _with_shares(
-    measurements: Sequence[report.Measurement], device: torch.device, setting: report.Setting
-) -> Sequence[report.Measurement]:
-    if device.type == "cuda":
-        return with_shares_of_product(measurements)
-    return with_shares_of_peaks(measurements, setting.peaks) if setting.peaks else measurements
-
-
 def _budget_s(family: str, device: torch.device, quick: bool) -> float:
     """Return the seconds for each figure: a family takes at most two and a half minutes; a quick run of all families takes one."""
     if device.type == "cpu":
@@ -86,15 +72,15 @@ def _budget_s(family: str, device: torch.device, quick: bool) -> float:
     return 0.03 if family in FORMS else 0.05 if quick else 0.08
 
 
-def _prepare(device: torch.device, threads: int, quick: bool) -> report.Setting:
-    """Set up torch: no TF32, so that float32 is float32, and cuDNN searches for its fastest convolution. Measure the peaks of a CPU."""
+def _prepare(device: torch.device, threads: int) -> report.Setting:
+    """Set up torch: no TF32, so that float32 is float32, and cuDNN searches for its fastest convolution."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
-    return report.Setting.of(device, measured_peaks(threads, quick) if device.type == "cpu" else None)
+    return report.Setting.of(device)
 
 
 def _device(name: str) -> torch.device:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from kernels.bench.peaks import Peaks
 from kernels.bench.tables import aligned
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
@@ -19,27 +18,21 @@ from kernels.device_name import device_name as device_name  # the scenarios of t
 
 PACKAGES = ("numpy", "onnxruntime", "sru", "cupy-cuda13x", "numba")
 
-FMA_SHARE, READ_SHARE, PRODUCT_SHARE = "share_of_peak_fma", "share_of_memory_rate", "share_of_the_product_rate"
-BOUNDS = {FMA_SHARE: "peak FMA", READ_SHARE: "memory", PRODUCT_SHARE: "product rate"}
-"""Additional values of measurements, by what bounds their workload: the share of the peak rate of multiply-adds, or of the rate at which
-weights are read from caches and memory, on a CPU; the share of the rate of a large product on a GPU."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Device, date and package versions of a run. threads: on a CPU; peaks: on a CPU, if they were measured."""
+    """Device, date and package versions of a run. threads: on a CPU."""
 
     device: str
     date: str
     versions: dict[str, str]
     threads: int | None
-    peaks: Peaks | None = None
 
     @classmethod
-    def of(cls, device: torch.device, peaks: Peaks | None = None) -> Setting:
+    def of(cls, device: torch.device) -> Setting:
         """Return the setting of a run that starts now."""
         threads = torch.get_num_threads() if device.type == "cpu" else None
-        return cls(device_name(device), date.today().isoformat(), versions(device), threads, peaks)
+        return cls(device_name(device), date.today().isoformat(), versions(device), threads)
 
     def file_name(self, family: str) -> str:
         """Return the name of a family's results, without an ending. It has the threads if there are several."""
@@ -53,15 +46,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One backend or baseline on one workload, with one kind of timing. error: largest error against the reference; shares: by name of
-    BOUNDS."""
+    """One backend or baseline on one workload, with one kind of timing. error: largest error against the
+    reference."""
 
     workload: Workload
     backend: str
     timing: str
     spread: Spread
     error: float
-    shares: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, setting: Setting) -> dict[str, object]:
         work, environment = self.workload, {name: value for name, value in asdict(setting).items() if value is not None}
@@ -83,7 +75,6 @@ class Measurement:
             "timing": self.timing,
             **asdict(self.spread),
             "error": self.error,
-            **self.shares,
             **environment,
         }
 
@@ -99,19 +90,6 @@ def table(measurements: Sequence[Measurement]) -> str:
         fastest = min(spread.median_us for spread in spreads.values())
         lines.append([str(workload), timing, *(_cell(spreads.get(name), fastest) for name in names)])
     return aligned(lines)
-
-
-def shares(measurements: Sequence[Measurement]) -> str:
-    """Return a line for each workload, with its bound and the share of each backend; empty without shares."""
-    cells: dict[tuple[Workload, str], dict[str, str]] = {}
-    for one in sorted(measurements, key=lambda one: one.timing == "kernel"):  # kernel times come last and replace others
-        for name, share in one.shares.items():
-            cells.setdefault((one.workload, BOUNDS[name]), {})[one.backend] = f"{share:.0%}".replace("%", " %")
-    backends = list(dict.fromkeys(backend for by_backend in cells.values() for backend in by_backend))
-    lines = [["workload", "share of", *backends]]
-    for (workload, bound), by_backend in cells.items():
-        lines.append([str(workload), bound, *(by_backend.get(backend, "-") for backend in backends)])
-    return aligned(lines) if cells else ""
 
 
 def _cell(spread: Spread | None, fastest: float) -> str:

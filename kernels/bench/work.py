@@ -1,4 +1,4 @@
-"""The least work of a workload: the multiplications and the weights read that its answers need, whatever a backend does.
+"""The least work of a workload: the multiplications that its answers need, whatever a backend does.
 
 Padding, the embedding in front of a folded layer, and gates that change no answer are not needed. Additions, activations and the
 data are not counted.
@@ -6,22 +6,11 @@ data are not counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernels.bench.weights import family_of
 from kernels.bench.workload import DILATIONS, EMBEDDED, FORMS, IDS, LAYERS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
 
-WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes of a stored weight by dtype."""
 CELL_BLOCKS = 2
 """The candidate and the forget gate, on which the cell of a family with FORMS depends."""
-
-
-class ReadArray(NamedTuple):
-    """Weights that are read together: bytes of the array, and how many times it is read."""
-
-    array_bytes: int
-    times: int = 1
 
 
 def multiplications(workload: Workload) -> int:
@@ -36,29 +25,6 @@ def multiplications(workload: Workload) -> int:
     return _tokens(workload) * workload.directions * _blocks(workload) * workload.hidden * columns
 
 
-def weights_read(workload: Workload) -> list[ReadArray]:
-    """Return the arrays of weights that all rows share. Only the recurrent weight of an LSTM or GRU is read in every step.
-
-    Of a table, only the rows of the tokens are read.
-    """
-    if workload.kind == "product":
-        return [_array(workload, workload.inputs * workload.hidden)]
-    if workload.family == "conv":
-        return _weights_of_convolution(workload)
-    hidden, blocks = workload.hidden, _blocks(workload)
-    if workload.family in FORMS:
-        if _is_folded(workload):
-            return [_array(workload, _scan_blocks(workload) * hidden)]
-        return [_array(workload, blocks * hidden * _window_inputs(workload))]
-    recurrent = _array(workload, blocks * hidden * hidden, times=max(workload.row_lengths()))
-    arrays = [recurrent] * (workload.depth * workload.directions)
-    for inputs in _multiplied_inputs(workload):
-        arrays += [_array(workload, blocks * hidden * inputs)] * workload.directions
-    if _is_folded(workload):
-        arrays.append(_array(workload, _tokens(workload) * blocks * hidden))
-    return arrays
-
-
 def _multiplied_inputs(workload: Workload) -> list[int]:
     """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Columns of gate inputs and ids are not."""
     return workload.level_inputs if workload.kind in LAYERS else []
@@ -67,10 +33,6 @@ def _multiplied_inputs(workload: Workload) -> list[int]:
 def _blocks(workload: Workload) -> int:
     """Return the blocks of gates of a step."""
     return len(family_of(workload).gates)
-
-
-def _array(workload: Workload, numbers: int, times: int = 1) -> ReadArray:
-    return ReadArray(numbers * WEIGHT_BYTES[workload.dtype], times)
 
 
 def _is_folded(workload: Workload) -> bool:
@@ -94,15 +56,6 @@ def _scan_blocks(workload: Workload) -> int:
     late = _blocks(workload) - CELL_BLOCKS + (len(family_of(workload).table_gates) if _is_folded(workload) else 0)
     answers = _tokens(workload) if WANT[workload.kind] == "steps" else workload.rows
     return CELL_BLOCKS * _tokens(workload) + late * answers
-
-
-def _weights_of_convolution(workload: Workload) -> list[ReadArray]:
-    if _is_folded(workload):
-        return [_array(workload, _taps(workload) * workload.outputs)]
-    arrays = [_array(workload, workload.layers * sum(workload.widths) * workload.inputs * workload.outputs)]
-    if workload.kind in IDS:
-        arrays.append(_array(workload, _tokens(workload) * workload.inputs))
-    return arrays
 
 
 def _taps(workload: Workload) -> int:

@@ -26,8 +26,7 @@ def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, p
     climbs = []
     for dtype in DTYPES[device.type]:
         result = climb(workload_for(device.type, dtype, quick), RUNGS, device, budget_s, progress)
-        peak = setting.peaks.multiply_adds_per_us if setting.peaks else product_rate(device, dtype, budget_s)
-        climbs.append(replace(result, peak=peak))
+        climbs.append(replace(result, peak=product_rate(device, dtype, budget_s)))
     text = _text(climbs, setting)
     print(f"\n{text}")
     if out is not None:

@@ -15,7 +15,6 @@ from kernels.bench import report
 from kernels.bench.baselines import BASELINES
 from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.measure import Bench, Findings
-from kernels.bench.peaks import Peaks
 from kernels.bench.workload import EMBEDDED, FORMS, NEXT_STEPS, Workload
 from kernels.bench.workloads import FAMILIES
 from tests.kernels.families import cpu_backends
@@ -52,7 +51,6 @@ def test_command_writes_right_measurements_and_returns_1_for_wrong_ones(
     kinds = {"conv": "dense-conv"}
     monkeypatch.setattr(command, "workloads", lambda family, *_: [tiny(family, kinds.get(family, "layer"), "equal")])
     monkeypatch.setattr(command, "BASELINES", dict.fromkeys(FAMILIES, (twin,)))
-    monkeypatch.setattr(command, "measured_peaks", lambda *_: Peaks(1000.0, {1 << 18: 100.0}))
     assert command.main(["all", "--quick", "--out", str(tmp_path)]) == wrong_by
     assert ("WRONG: twin on lstm" in capsys.readouterr().out) == bool(wrong_by)
     short = report.slug(report.device_name(CPU))
