@@ -12,7 +12,7 @@ from kernels.bench.baselines.comparison import (
     step_products,
 )
 from kernels.bench.baselines.conv import CONV
-from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, scan_steps
+from kernels.bench.baselines.discrete import lstm_gates, lstm_steps
 from kernels.bench.baselines.layers import packed, packed_over_ids, padded, padded_over_ids
 from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
 from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
@@ -56,7 +56,6 @@ def _small_or_one_long_row(workload: Workload) -> bool:
 _DEFAULT_STREAM = "its kernel is launched on the default stream"
 _SRU_PACKAGE = Baseline("sru package", sru_package, eager_only=_DEFAULT_STREAM, condition=_small_or_one_long_row)
 _SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package_over_ids, CPU, over_ids=True)
-_SCAN_STEPS = (Baseline("torch by step", scan_steps, condition=lambda workload: not workload.in_grid),)
 _QRNN_SCANS = (
     Baseline("torch gates, scan", qrnn_scan, CPU),
     Baseline("embedding, torch gates, scan", qrnn_scan_over_ids, CPU, over_ids=True),
@@ -79,7 +78,7 @@ _PACKAGES = {"sru": (_SRU_PACKAGE, _SRU_PACKAGE_OVER_IDS, *_FIGURE), "qrnn": (*_
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "lstm": (*_LAYERS, _STEP_PRODUCTS, *_LSTM_LOOPS, _ONNX_RUNTIME, *_OVER_IDS),
-    "gru": (*_LAYERS, _STEP_PRODUCTS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME, *_OVER_IDS),
-    **{family: (*_SCAN_STEPS, *_PACKAGES.get(family, ()), *_ON_CUDA) for family in FORMS},
+    "gru": (*_LAYERS, _STEP_PRODUCTS, _ONNX_RUNTIME, *_OVER_IDS),
+    **{family: (*_PACKAGES.get(family, ()), *_ON_CUDA) for family in FORMS},
     "conv": CONV,
 }
