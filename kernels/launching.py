@@ -89,6 +89,15 @@ def check_state_cache(name: str, cache: Tensor) -> None:
         )
 
 
+def swizzled(rows: Tensor) -> Tensor:
+    """Return rows of 8 pieces, (..., rows, 8, values), with piece p of row r at position p ^ r % 8.
+
+    Threads then read a column of pieces from shared memory without bank conflicts.
+    """
+    row = torch.arange(rows.shape[-3], device=rows.device)[:, None]
+    return rows[..., row, torch.arange(8, device=rows.device) ^ row % 8, :].contiguous()
+
+
 def pack_once(packed: dict[Any, Any], name: Any, pack: Callable[[], Packed]) -> Packed:
     """Return packed weights by name, packing them on first use."""
     weights: Packed | None = packed.get(name)

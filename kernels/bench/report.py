@@ -46,8 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One backend or baseline on one workload, with one kind of timing. error: largest error against the
-    reference."""
+    """One backend or baseline on one workload, with one kind of timing. error: the largest against the reference."""
 
     workload: Workload
     backend: str

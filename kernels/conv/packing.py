@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.conv.types import GATED, ConvWeights
-from kernels.launching import ceil_div, round_up
+from kernels.launching import ceil_div, round_up, swizzled
 
 DEPTH = 64
 """Input columns that are multiplied at once."""
@@ -18,16 +18,14 @@ STRIP = 16
 def packed_filters(weights: ConvWeights, maps: int) -> Tensor:
     """Return the filters as left operands of the tensor cores: (tiles of `maps` maps, 64 inputs, taps, maps, 64 inputs), zero-padded.
 
-    The 16-byte pieces of a map's row of 64 inputs are swizzled: piece p of map m is stored at position p ^ m % 8.
+    The 16-byte pieces of a map's row of 64 inputs are swizzled.
     """
     width, inputs, _ = weights.filters.shape
     ordered = _in_strips(weights.filters, weights, maps)
     tiles, depth = ordered.shape[-1] // maps, ceil_div(inputs, DEPTH)
     padded = functional.pad(ordered, (0, 0, 0, depth * DEPTH - inputs)).view(width, depth, 8, 8, tiles, maps)
     tap, chunk, piece, value, tile, map_ = range(6)
-    rows = padded.permute(tile, chunk, tap, map_, piece, value)
-    number = torch.arange(maps, device=ordered.device)[:, None]
-    return rows[:, :, :, number, torch.arange(8, device=ordered.device) ^ number % 8].contiguous()
+    return swizzled(padded.permute(tile, chunk, tap, map_, piece, value))
 
 
 def packed_bias(weights: ConvWeights, maps: int) -> Tensor:

@@ -45,7 +45,7 @@ STEP: Kinds = {"step64": partial(StepShape, rows=64), "step128": partial(StepSha
 PERSISTENT: Kinds = {**CLUSTER, **GRID}
 ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
 APART, OTHERS = "apart", "others"
-"""The kinds of levels that run one after the other, and of a few steps that other kernels run."""
+"""The kinds of levels that run one after the other, and of batches that other kernels run faster than step.cu."""
 TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 
@@ -94,8 +94,8 @@ class LaunchPlan:
 @cache
 def adaptive_shape(variant: Variant, rows: int, directions: int, steps: int) -> PersistentShape | None:
     """Return the fastest shape of all kernels that runs on the device."""
-    few_steps = _few_steps_shape(variant, ceil_div(rows, directions), steps)
-    shape = few_steps or _first_shape(variant, rows, directions, ADAPTIVE)
+    by_step = _shape_by_step(variant, ceil_div(rows, directions), steps)
+    shape = by_step or _first_shape(variant, rows, directions, ADAPTIVE)
     return shape if shape is not None or variant.vector else step_shape(variant, rows, directions, steps)
 
 
@@ -177,8 +177,14 @@ def adaptive_refusal(cell: PersistentCell, problem: Problem) -> str | None:
 
 def bounded_steps(variant: Variant, find_shape: FindShape, steps: int) -> int:
     """Return a number of steps for which a function finds the same shape, out of few numbers: shapes and plans are kept for each."""
-    most = max(shape["steps"] for shape in _few_steps(variant) if "steps" in shape) + 1
+    most = _most_steps(variant)
     return min(steps, most) if find_shape is adaptive_shape else most
+
+
+@cache
+def _most_steps(variant: Variant) -> int:
+    """Return a number of steps beyond every bound of a shape."""
+    return max(shape["steps"] for shape in _by_step(variant) if "steps" in shape) + 1
 
 
 def step_refusal(cell: PersistentCell, problem: Problem) -> str | None:
@@ -198,7 +204,7 @@ def describe(cell: PersistentCell, find_shape: FindShape, problem: Problem) -> s
 
 
 def _by_rows(variant: Variant, find_shape: FindShape, steps: int) -> str:
-    tuned = [*_tuned_shapes(variant), *_few_steps(variant)]
+    tuned = [*_tuned_shapes(variant), *_by_step(variant)]
     bounds = sorted({shape["rows"] for shape in tuned if "rows" in shape})
     shapes = [(str(find_shape(variant, rows, 1, steps)), f" up to {rows} rows") for rows in bounds]
     shapes.append((str(find_shape(variant, MANY, 1, steps)), ""))
@@ -206,12 +212,12 @@ def _by_rows(variant: Variant, find_shape: FindShape, steps: int) -> str:
     return ", ".join(f"{shape}{bound}" for shape, bound in changes)
 
 
-def _few_steps_shape(variant: Variant, rows: int, steps: int) -> PersistentShape | None:
-    """Return the shape for so few steps that a product for each step is the fastest, or None."""
+def _shape_by_step(variant: Variant, rows: int, steps: int) -> PersistentShape | None:
+    """Return the shape of the kernel with one product for each step where it is the fastest, or None."""
     if variant.vector:
         return None
     kind, _ = next(
-        matching_shapes(_few_steps(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0)
+        matching_shapes(_by_step(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0)
     )
     return None if kind == OTHERS else step_shape(variant, rows, 1, steps)
 
@@ -258,9 +264,9 @@ def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
     return shapes
 
 
-def _few_steps(variant: Variant) -> Sequence[Mapping[str, int]]:
+def _by_step(variant: Variant) -> Sequence[Mapping[str, int]]:
     """Return for which sizes a product for each step is the fastest."""
-    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["few steps"]
+    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["one product a step"]
     return shapes
 
 

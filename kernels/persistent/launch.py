@@ -182,7 +182,7 @@ def _encode(
     steps = bounded_steps(variant, find_shape, ceil_div(len(x.data), rows))
     plan = launch_plan(cell.name, find_shape, variant, directions, rows, steps)
     by_step = isinstance(plan.packing, StepPacking)
-    inputs = _step_inputs(x, weights) if by_step else [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
+    inputs = _inputs(x, weights, by_step=by_step)
     if by_step:
         _check_alignment(cell, after)
     outputs = _written(encoded)
@@ -322,7 +322,7 @@ def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
     """Return the gate inputs of each direction, (tokens, 4 or 3 x hidden), in the dtype of the weights or in float32."""
     storage = weights[0].recurrent.dtype
     if weights[0].table is not None:
-        return [_aligned(embed(x.data, _table(layer), _table(layer).dtype)) for layer in weights]
+        return [_aligned(embed(x.data, table, table.dtype)) for table in map(_table, weights)]
     if weights[0].input is None:
         return [_aligned(as_gate_dtype(x.data, storage))] * len(weights)
     data = x.data if x.data.dtype == storage else x.data.to(storage)
@@ -330,17 +330,16 @@ def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
     return list(_aligned(gates).chunk(len(weights), dim=1))
 
 
-def _step_inputs(x: Ragged, weights: Sequence[Any]) -> list[_Inputs]:
-    """Return the inputs of each direction as step.cu reads them, which multiplies data by 16-bit weights itself."""
-    first = weights[0]
-    if first.table is not None:
+def _inputs(x: Ragged, weights: Sequence[Any], *, by_step: bool) -> list[_Inputs]:
+    """Return the inputs of each direction. by_step: for step.cu, which looks ids up and multiplies data by 16-bit weights itself."""
+    first, dtype = weights[0], weights[0].recurrent.dtype
+    if by_step and first.table is not None:
         ids = x.data.contiguous()
-        return [_Inputs(_table(layer), _table(layer).stride(0), ids=ids) for layer in weights]
-    if first.input is None or first.recurrent.dtype == torch.float32:
-        return [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
-    data = x.data if x.data.dtype in (torch.float32, first.recurrent.dtype) else x.data.to(first.recurrent.dtype)
-    data = aligned_inputs(data)
-    return [_Inputs(_bias(layer, first.recurrent.dtype), 0, data=data) for layer in weights]
+        return [_Inputs(table, table.stride(0), ids=ids) for table in map(_table, weights)]
+    if by_step and first.input is not None and dtype != torch.float32:
+        data = aligned_inputs(x.data if x.data.dtype in (torch.float32, dtype) else x.data.to(dtype))
+        return [_Inputs(_bias(layer, dtype), 0, data=data) for layer in weights]
+    return [_Inputs(gates, gates.stride(0)) for gates in _gate_inputs(x, weights)]
 
 
 def _side_by_side(weights: Sequence[Any], name: str) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.compile import Kernel, load_kernel
+from kernels.launching import swizzled
 
 HERE = Path(__file__).parent
 OCTET = 8
@@ -93,9 +94,7 @@ class Packing(NamedTuple):
     def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
         """Return float32 weights as `pack` returns float16 weights, with an axis of two terms before the lanes: the scaled weights in
         float16, and the remainders."""
-        scaled = recurrent * scale
-        first = scaled.half()
-        return torch.stack([self.pack(term) for term in (first, (scaled - first.float()).half())], dim=4)
+        return torch.stack([self.pack(term) for term in two_terms(recurrent * scale)], dim=4)
 
 
 class WidePacking(NamedTuple):
@@ -123,6 +122,12 @@ def scale_of(recurrent: Tensor) -> Tensor:
     return torch.exp2(13 - largest.log2().floor()).float().reshape(1)
 
 
+def two_terms(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 values in float16, and the remainders in float16."""
+    first = values.half()
+    return first, (values - first.float()).half()
+
+
 def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
     """Return the recurrent weights, (hidden, 4 or 3 x hidden), as left operands of tensor-core products, padded with zeros.
 
@@ -143,8 +148,8 @@ def pack_wide(recurrent: Tensor) -> Tensor:
     """Return the recurrent weights, (hidden, 4 or 3 x hidden), as left operands of wgmma. hidden: a multiple of 64.
 
     Shape: (blocks of 16 units, chunks of 64 entries of the hidden vector, 64 gate rows, 8 pieces, 8 values). Gate row
-    16 w + 8 upper + 2 v + odd has gate 2 odd + upper of unit 4 w + v of the block. The pieces of a row are swizzled as wgmma.cuh
-    describes. A fourth gate that the weights do not have is zero.
+    16 w + 8 upper + 2 v + odd has gate 2 odd + upper of unit 4 w + v of the block. The pieces of a row are swizzled. A fourth
+    gate that the weights do not have is zero.
     """
     hidden = recurrent.shape[0]
     gates = recurrent.shape[1] // hidden
@@ -152,6 +157,5 @@ def pack_wide(recurrent: Tensor) -> Tensor:
     padded[:, :gates] = recurrent.reshape(hidden, gates, hidden)
     chunk, piece, value, odd, upper, block, w, v = range(8)
     split = padded.view(hidden // 64, 8, 8, 2, 2, hidden // 16, 4, 4)
-    rows = split.permute(block, chunk, w, upper, v, odd, piece, value).reshape(hidden // 16, hidden // 64, 64, 8, 8)
-    row = torch.arange(64, device=recurrent.device)[:, None]
-    return rows[:, :, row, torch.arange(8, device=recurrent.device) ^ row % 8].contiguous()
+    rows = split.permute(block, chunk, w, upper, v, odd, piece, value)
+    return swizzled(rows.reshape(hidden // 16, hidden // 64, 64, 8, 8))

@@ -154,7 +154,7 @@ struct Multiplier {
         if (FLOAT32) sums.end_chain();
     }
 
-    // Returns the gate inputs as the first terms of the sums.
+    // Begins the sums with the gate inputs.
     __device__ __forceinline__ void begin(Sums& sums, const Place (&places)[2], int t, int first) const {
         const Call& call = step.call();
         const float scale = FLOAT32 ? *call.scale : 1.0f;

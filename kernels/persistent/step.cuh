@@ -66,7 +66,7 @@ struct Step {
 };
 
 __device__ __forceinline__ int rank() { return PAIR > 1 ? cluster_rank() : 0; }
-// Announces at the meeting what this thread and those it has met in its block have written.
+// Announces at the meeting what this thread and the threads that it has met in its block have written.
 __device__ __forceinline__ void attend(const Step& step) { announce_to_device(step.meeting); }
 // Waits until all blocks have met `times` times. The loading warp group calls it.
 __device__ __forceinline__ void await_blocks(const Step& step, int times) {

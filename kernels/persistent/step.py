@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.compile import Kernel, resident_clusters, shared_limit
-from kernels.launching import PIECE, ceil_div, multiprocessors, round_up
-from kernels.persistent.packing import Launch, Variant
+from kernels.launching import PIECE, ceil_div, multiprocessors, round_up, swizzled
+from kernels.persistent.packing import Launch, Variant, two_terms
 from kernels.ragged import ContractError
 
 DEPTH, PART = 64, 16
@@ -38,33 +38,29 @@ class StepPacking:
         return pack_columns(recurrent, len(recurrent))
 
     def pack_with_inputs(self, inputs: Tensor, recurrent: Tensor) -> Tensor:
-        """Return the weights of both vectors: the chunks of the inputs, then those of the hidden vector."""
+        """Return the weights of both vectors: the chunks of the inputs before the chunks of the hidden vector."""
         return torch.cat([pack_columns(matrix, len(recurrent)) for matrix in (inputs, recurrent)])
 
     def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
         """Return float32 weights as `pack` returns float16 weights, each chunk three times in the order in which step.cu multiplies
         them: the scaled weights in float16 for the small terms of the hidden values, the remainders, and the scaled weights again."""
-        scaled = recurrent * scale
-        first = scaled.half()
-        terms = [self.pack(term) for term in (first, (scaled - first.float()).half())]
-        return torch.stack((*terms, terms[0]), dim=1).flatten(0, 1)
+        first, second = map(self.pack, two_terms(recurrent * scale))
+        return torch.stack((first, second, first), dim=1).flatten(0, 1)
 
 
 def pack_columns(matrix: Tensor, hidden: int) -> Tensor:
     """Return the weights of a vector, (entries, 4 or 3 x hidden), as right operands of wgmma, padded with zeros.
 
     Shape: (chunks of 64 entries, parts of 16 units, gates by 2 halves, 8 columns, 8 pieces, 8 values). Column 2 q + low of a half has unit
-    4 q + 2 half + low of the part: a lane has the sums of four neighbouring units. The pieces of a column are swizzled as wgmma.cuh
-    describes.
+    4 q + 2 half + low of the part: a lane has the sums of four neighbouring units. The pieces of a column are swizzled.
     """
     entries, gates = len(matrix), matrix.shape[1] // hidden
     chunks, units = ceil_div(entries, DEPTH), round_up(hidden, DEPTH)
     missing = (0, units - hidden, 0, 0, 0, chunks * DEPTH - entries)
     chunk, entry, gate, part, q, half, low = range(7)
     split = functional.pad(matrix.reshape(entries, gates, hidden), missing).view(chunks, DEPTH, gates, units // PART, 4, 2, 2)
-    columns = split.permute(chunk, part, gate, half, q, low, entry).reshape(chunks, units // PART, 2 * gates, 8, 8, 8)
-    column = torch.arange(8, device=matrix.device)[:, None]
-    return columns[..., column, torch.arange(8, device=matrix.device) ^ column, :].contiguous()
+    columns = split.permute(chunk, part, gate, half, q, low, entry)
+    return swizzled(columns.reshape(chunks, units // PART, 2 * gates, 8, 8, 8))
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,8 @@ class StepShape:
         return 1 << 30
 
     def has_room(self) -> bool:
-        """Return whether the device has these products, and rows of states whole pieces. Layers with two products a step have other
-        kernels."""
+        """Return whether the device has the instructions, and whether the rows of states have whole pieces. Layers with two products a
+        step have other kernels."""
         hopper = torch.cuda.get_device_capability(self.variant.device) == (9, 0)
         return hopper and self.variant.hidden % PIECE == 0 and not self.variant.vector
 

@@ -1,7 +1,7 @@
 // The warp group of step.cu that loads: it finds the rows of each tile, and fetches rows and weights chunk by chunk.
 
-// Writes the places of a tile in a step: those of all rows in their order, or of the rows that have the step. Returns whether
-// this block or the other one of the cluster has any.
+// Writes the places of a tile in a step: of all rows in their order, or of the rows that have the step. Returns whether this
+// block or the other block of the cluster has a row.
 __device__ __forceinline__ bool find_places(const Step& step, Place* places, int tile, int t, bool all) {
     const Call& call = step.call();
     const Place none{0, 0, 0, -1, 0};

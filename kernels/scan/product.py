@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from kernels.compile import shared_limit
-from kernels.launching import ceil_div, round_up
+from kernels.launching import ceil_div, round_up, swizzled
 from kernels.scan.layer import ScanVariant
 from kernels.scan.shape import ALIGNED, STAGES, TILE, ScanShape
 from kernels.tensormap import MAP_BYTES, tensor_map
@@ -25,7 +24,7 @@ def pack(weights: Tensor, blocks: int, units: int) -> Tensor:
     """Return weights, (window, inputs, blocks x hidden), as right operands of tensor-core products, padded with zeros.
 
     Shape: (slices of `units` hidden units, steps of the window by pieces of 64 inputs, columns block by block, 64 inputs). The 16-byte
-    pieces of a row are swizzled: piece p of column n is at position p ^ n % 8.
+    pieces of a column are swizzled.
     """
     window, inputs, columns = weights.shape
     hidden = columns // blocks
@@ -34,9 +33,8 @@ def pack(weights: Tensor, blocks: int, units: int) -> Tensor:
     padded[:, :inputs, :, :hidden] = weights.view(window, inputs, blocks, hidden)
     split = padded.view(window, depth, 8, 8, blocks, slices, units)
     tap, chunk, piece, value, block, part, unit = range(7)
-    rows = split.permute(part, tap, chunk, block, unit, piece, value).reshape(slices, window * depth, blocks * units, 8, 8)
-    column = torch.arange(blocks * units, device=weights.device)[:, None]
-    return rows[:, :, column, torch.arange(8, device=weights.device) ^ column % 8].contiguous()
+    rows = split.permute(part, tap, chunk, block, unit, piece, value)
+    return swizzled(rows.reshape(slices, window * depth, blocks * units, 8, 8))
 
 
 def product_constants(variant: ScanVariant, shape: ScanShape) -> Mapping[str, int]:
