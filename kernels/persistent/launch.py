@@ -259,7 +259,8 @@ def _run(launches: Launches, sides: Sequence[_Side], offsets: Tensor, like: Tens
                     members += (wide, first, until, product.width, launch.octets, launch.width, side.forward)
                     members += (side.gates_apart, width)
             more = sides[numbers[0]].more
-            launch.kernel.launch((launch.blocks * len(numbers), 1, 1), launch.shared, (*members, launch.blocks, *more))
+            grid = launch.blocks * len(numbers), 1, 1
+            launch.kernel.launch(grid, launch.shared, (*members, launch.blocks, *more), early=launch.early)
 
 
 def _outputs(like: Tensor, tokens: int, rows: int, width: int, want: Outputs, after: tuple[Any, ...], only: Any) -> Encoded:

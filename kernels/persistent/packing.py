@@ -71,7 +71,7 @@ class Variant(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel and its grid. A cluster or team owns a tile of `octets` octets, each of up to `width` rows. blocks, exchange_words: of each
-    direction; zeroed: whether the words are zero before the launch."""
+    direction; zeroed: whether the words are zero before the launch; early: whether it may begin while the kernel before it ends."""
 
     kernel: Kernel
     blocks: int
@@ -80,6 +80,7 @@ class Launch:
     width: int = 0
     exchange_words: int = 0
     zeroed: bool = True
+    early: bool = False
 
 
 class Packing(NamedTuple):

@@ -82,6 +82,8 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) asm volatile("" : "+f"(all[i])::"memory");
     }
+    // The sum of the gate inputs and all chunks. Until a chain of FLOAT32 products ends, its own sum is apart.
+    __device__ __forceinline__ float& total(int at) { return (FLOAT32 ? chains : all)[at]; }
     __device__ __forceinline__ float total(int at) const { return (FLOAT32 ? chains : all)[at]; }
     // Adds the sums of a chunk to those of the chunks before. Tensor cores round a chain of products towards zero.
     __device__ __forceinline__ void end_chain() {
@@ -92,7 +94,7 @@ struct Sums {
 #if GRU
 #pragma unroll
         for (int i = 0; i < UNITS / 2; ++i) {
-            float& sum = all[(i / 8 * BLOCKS + 2) * 8 + i % 8];
+            float& sum = total((i / 8 * BLOCKS + 2) * 8 + i % 8);
             new_of_x[i] = sum, sum = 0.0f;
         }
 #endif
@@ -151,14 +153,13 @@ struct Multiplier {
         sums.settle();
         if (of_x + of_h) release(chunks - 1);
         if (!of_h) sums.set_apart();
-        if (FLOAT32) sums.end_chain();
     }
 
     // Begins the sums with the gate inputs.
     __device__ __forceinline__ void begin(Sums& sums, const Place (&places)[2], int t, int first) const {
         const Call& call = step.call();
         const float scale = FLOAT32 ? *call.scale : 1.0f;
-        for (float& sum : sums.chains) sum = 0.0f;
+        for (int i = 0; FLOAT32 && i < COLUMNS / 2; ++i) sums.all[i] = 0.0f;
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             const bool runs = places[upper].steps > t;
@@ -170,7 +171,7 @@ struct Multiplier {
                     const bool real = runs && first + 16 * part < step.hidden();
                     const Four inputs = real ? four_of(gates + gate * step.hidden() + 16 * part) : Four{};
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) sums.all[Sums::at(part, gate, upper, k)] = inputs.values[k] * scale;
+                    for (int k = 0; k < 4; ++k) sums.total(Sums::at(part, gate, upper, k)) = inputs.values[k] * scale;
                 }
         }
     }
@@ -303,6 +304,8 @@ extern "C" __global__ void CLUSTER_OF(PAIR, 1) __launch_bounds__(THREADS, 1) per
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    wait_for_last();
+    let_next_begin();
     if (PAIR > 1) meet_cluster();
     else __syncthreads();
     // Two warp groups that multiply need more registers than a thread has at the start of a block.

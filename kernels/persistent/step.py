@@ -113,7 +113,8 @@ class StepShape:
         """Return the launch for this many rows."""
         kernel, words = self._kernel(), rows * self.variant.hidden * (self.variant.terms + 1)
         tiles = ceil_div(rows, self.pair * self.rows) * ceil_div(self.variant.hidden, self.units)
-        return Launch(kernel, self.pair * min(tiles, self._clusters(kernel)), self._shared, exchange_words=words, zeroed=False)
+        blocks = self.pair * min(tiles, self._clusters(kernel))
+        return Launch(kernel, blocks, self._shared, exchange_words=words, zeroed=False, early=True)
 
     def _clusters(self, kernel: Kernel) -> int:
         """Return how many clusters run at once, with one block on each multiprocessor."""

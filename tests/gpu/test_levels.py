@@ -64,7 +64,7 @@ def test_outputs_and_states_match_the_reference(form: Form, hidden: int, number:
 @pytest.mark.parametrize("rows", [1, 31, 65, 256, 700])
 def test_any_number_of_rows(tile: int, rows: int) -> None:
     form = ONE_PRODUCT[(rows + tile // 16) % 3]
-    problem = levels(form, 256, 3, tile).made(random_lengths(rows, 6))
+    problem = levels(form, 256, 3, tile).made(random_lengths(rows, 40))
     with counted() as counts:
         encoded = problem.encoded()
     assert counts == [3]
