@@ -227,7 +227,9 @@ class Metrics:
         self.padded_tokens = Counter(
             "seqserve_padded_tokens", "Time steps computed without use, because a CUDA graph is larger than its batch.", model
         )
-        self.batches = Counter("seqserve_batches", "Batches run, as one CUDA graph or launch by launch.", (*model, "by"))
+        self.batches = Counter(
+            "seqserve_batches", "Batches run, as a CUDA graph, in a resident kernel or launch by launch.", (*model, "by")
+        )
         self.stage_seconds = Histogram("seqserve_stage_seconds", "Time in each stage.", (*model, "stage"), SECONDS)
         self.failed_seconds = Counter("seqserve_failed_seconds", "Time of requests that ended with an error.", model)
         self.last_answer = Gauge(

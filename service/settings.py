@@ -175,6 +175,9 @@ class Settings(ClientLimits):
     """Folder that keeps compiled kernels for the next start. If it is not writable, every start compiles again."""
     tf32: bool = False
     """Whether products of float32 models on a GPU may be computed in TF32, which is faster and has 11 significant bits instead of 24."""
+    resident: bool = False
+    """Whether a kernel stays on a GPU between the steps of a few live streams, which lowers their latency. Other requests then take longer:
+    the kernel must end before them."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0
     """Largest size of weights and tables on one device, including versions that are being unloaded; 0 means no limit but the memory."""
     alias: str = ""

@@ -1,6 +1,7 @@
 """`python -m kernels.bench FAMILY [--device cpu|cuda:0] [--quick] [--threads N] [--out DIR]`: time a kernel family, or all.
 
-The family `ladder` is an LSTM with one optimisation after the other.
+The family `ladder` is an LSTM with one optimisation after the other, `latency` is one step of one stream, and `voice` is the layers of a
+voice detector.
 """
 
 from __future__ import annotations
@@ -13,26 +14,32 @@ from pathlib import Path
 
 import torch
 
-from kernels.bench import goals, report
+from kernels.bench import goals, report, voice
 from kernels.bench.baselines import BASELINES
 from kernels.bench.kept import kept
 from kernels.bench.ladder import command as ladder
+from kernels.bench.latency import command as latency
 from kernels.bench.measure import Bench
 from kernels.bench.tables import RESULTS, write
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import FAMILIES, workloads
 
-LADDER = "ladder"
+ON_GPU = {"latency": latency.run, "voice": voice.run}
+OTHERS = {"ladder": ladder.run, **ON_GPU}
+"""Benchmarks that are not a family of workloads, and those of them that need a GPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if a backend or a baseline disagreed with the reference or failed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     device: torch.device = options.device
+    if options.family in ON_GPU and device.type != "cuda":
+        parser.error(f"{options.family} needs a GPU: name it with --device cuda:0")
     out: Path | None = options.out or (None if options.quick or options.threads > 1 else RESULTS)
     setting = _prepare(device, options.threads)
-    if options.family == LADDER:
-        return ladder.run(device, options.quick, setting, out, _progress)
+    if options.family in OTHERS:
+        return OTHERS[options.family](device, options.quick, setting, out, _progress)
     families = FAMILIES if options.family == "all" else (options.family,)
     return max([_family(family, device, options.quick, setting, out) for family in families])
 
@@ -94,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.bench", description="Check every backend and baseline of a kernel family, then time them."
     )
-    parser.add_argument("family", choices=(*FAMILIES, "all", LADDER), help="all: every family, without the ladder")
+    parser.add_argument("family", choices=(*FAMILIES, "all", *OTHERS), help="all: every family of layers")
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda:N (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and less time; writes nothing without --out")
     parser.add_argument(

@@ -165,7 +165,7 @@ def shape_refusal(
 
 def adaptive_refusal(cell: PersistentCell, problem: Problem) -> str | None:
     """Return why no other kernel should be chosen for many rows, for a few steps or for several levels, or None."""
-    refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=not problem.tf32)
+    refusal = device_refusal(problem, (9, 0), until=(10, 0))
     variant = cell.variant(problem)
     together = any(levels_shape(variant, MANY, levels) for levels in range(2, problem.levels + 1)) if refusal is None else False
     if refusal is None and not together:
@@ -266,7 +266,7 @@ def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
 
 def _by_step(variant: Variant) -> Sequence[Mapping[str, int]]:
     """Return for which sizes a product for each step is the fastest."""
-    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["one product a step"]
+    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["one product a step" + (", float32" if variant.terms > 1 else "")]
     return shapes
 
 

@@ -109,12 +109,14 @@ class WidePacking(NamedTuple):
 
         inputs: (hidden, 4 or 3 x hidden). The input of a GRU's new gate is its fourth sum.
         """
-        hidden, columns = inputs.shape
-        if columns == 3 * hidden:
-            inputs = torch.cat(
-                (inputs[:, : 2 * hidden], torch.zeros_like(recurrent[:, :hidden]), inputs[:, 2 * hidden :]), dim=1
-            )
-        return torch.cat((pack_wide(inputs), pack_wide(recurrent)), dim=1)
+        return torch.cat((pack_wide(of_four_gates(inputs, len(recurrent))), pack_wide(recurrent)), dim=1)
+
+
+def of_four_gates(inputs: Tensor, hidden: int) -> Tensor:
+    """Return input weights, (inputs, 4 or 3 x hidden), by the four sums of a unit: the input of a GRU's new gate is its fourth sum."""
+    if inputs.shape[1] == 4 * hidden:
+        return inputs
+    return torch.cat((inputs[:, : 2 * hidden], torch.zeros_like(inputs[:, :hidden]), inputs[:, 2 * hidden :]), dim=1)
 
 
 def scale_of(recurrent: Tensor) -> Tensor:
@@ -129,17 +131,17 @@ def two_terms(values: Tensor) -> tuple[Tensor, Tensor]:
     return first, (values - first.float()).half()
 
 
-def pack(recurrent: Tensor, groups: int, chunks: int) -> Tensor:
-    """Return the recurrent weights, (hidden, 4 or 3 x hidden), as left operands of tensor-core products, padded with zeros.
+def pack(matrix: Tensor, groups: int, chunks: int, hidden: int | None = None) -> Tensor:
+    """Return the weights of a vector, (entries, 4 or 3 x hidden), as left operands of tensor-core products, padded with zeros.
 
     Shape: (groups of 8 units, chunks of 32 entries of the hidden vector, 2 products by 2 tiles, lane, 8 values). Lane 4 g + q
     multiplies the entries 8 q + 4 product + (0, 1, 2, 3) of the chunk. Its gates are the first and the second of unit g of the group, or
     the third and the fourth in the other tile. A fourth gate that the weights do not have is zero.
     """
-    hidden = recurrent.shape[0]
-    gates = recurrent.shape[1] // hidden
-    padded = recurrent.new_zeros(32 * chunks, 4, 8 * groups)
-    padded[:hidden, :gates, :hidden] = recurrent.reshape(hidden, gates, hidden)
+    entries, hidden = len(matrix), hidden or len(matrix)
+    gates = matrix.shape[1] // hidden
+    padded = matrix.new_zeros(32 * chunks, 4, 8 * groups)
+    padded[:entries, :gates, :hidden] = matrix.reshape(entries, gates, hidden)
     chunk, q, product, upper, value, tile, lower, group, g = range(9)
     split = padded.view(chunks, 4, 2, 2, 2, 2, 2, groups, 8)
     return split.permute(group, chunk, product, tile, g, q, upper, lower, value).contiguous()

@@ -77,6 +77,7 @@ def build_engine(
         max_batch_tokens=settings.max_batch_tokens,
         slots=(fewest_slots, settings.state_slots or settings.max_sessions),
         place=place,
+        resident=settings.resident,
         trial=trial,
     )
 

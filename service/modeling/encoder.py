@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels.backend import AUTO as ANY_BACKEND
 from kernels.backend import PINNED
-from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.persistent.resident import Resident
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from service.errors import ModelError
 from service.modeling import folding, layer_builder
 from service.modeling.heads import HeadOutput, RunnableHead
@@ -85,6 +86,14 @@ class Encoder:
             [layer.allocate_states(slots) for layer in self._layers],
             self._head.allocate_states(slots, self.spec.output_width, self.device),
         )
+
+    def resident(self) -> Resident:
+        """Return the kernel that stays on the device and runs this model step by step, on the allocated states; raises ContractError for a
+        model that it does not run."""
+        stack, linear = self._parts[0].layer, self._head.newest_alone
+        if len(self._parts) > 1 or not isinstance(stack, RecurrentStack) or self.spec.input.features is None or linear is None:
+            raise ContractError("a resident kernel runs one recurrent layer over features, and a head over its newest step")
+        return stack.resident(self._allocated_slabs().parts[0], *linear)
 
     def state_bytes(self) -> int:
         """Return the bytes of one state slot."""
@@ -205,6 +214,11 @@ class Encoder:
     def scores(self, logits: Tensor) -> Tensor:
         """Return the answers of the head for the scores of its linear layer."""
         return self._head.scores(logits)
+
+    @torch.inference_mode()
+    def answers(self, logits: Tensor, offsets: Tensor) -> HeadOutput:
+        """Return the output of the head for the scores of its linear layer, (lines, n). offsets: (rows + 1,) where the steps begin."""
+        return self._head.answers(logits, offsets)
 
     def backends(self) -> dict[str, str]:
         """Return the kernel backend of each layer, by layer name; for an embedding, how its ids are looked up."""

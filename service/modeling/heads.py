@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -76,15 +76,25 @@ class RunnableHead:
             vector = encoded.last if self.wants.last else None
         if not self._weights:
             return HeadOutput(embedding=vector if vector is None else self.scores(vector))
-        scores, picks = encoded.scores, None
+        scores = encoded.scores
         if scores is None:
             x = encoded.steps if vector is None else vector
             assert x is not None, "the head wants these vectors"
             scores = self._linear(x)
-        scores = self.scores(scores)
+        return replace(self.answers(scores, offsets), embedding=vector)
+
+    def answers(self, logits: Tensor, offsets: Tensor) -> HeadOutput:
+        """Return the answers for the scores of the linear layer, (lines, n)."""
+        scores, picks = self.scores(logits), None
         if self._choose is not None:
             scores, picks = self._choose(self._head, scores, offsets)
-        return HeadOutput(scores, picks, vector, self._per_step)
+        return HeadOutput(scores, picks, None, self._per_step)
+
+    @property
+    def newest_alone(self) -> tuple[Tensor, Tensor] | None:
+        """Weight and bias of the linear layer if it multiplies the newest step alone, else None."""
+        pools = self._vector is not None and (not self._vector.is_pool_alone or self.wants.mean or self.wants.max)
+        return None if pools or not self.streams or not self._weights else (self._weights[0], self._weights[1])
 
     def logits(self, vectors: Tensor) -> Tensor | None:
         """Return the scores of the head's linear layer, (lines, n) float32, or None without one. vectors: (lines, width)."""

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from kernels.backend import AUTO
 from kernels.family import Family
+from kernels.gru import FUSED as GRU
+from kernels.lstm import FUSED as LSTM
 from kernels.norm import layer_norm
+from kernels.persistent.resident import Resident
 from kernels.pooling import pool_steps
-from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from service.modeling.layers import KINDS
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec.layers import GatedLayer, RecurrentLayer, SRULayer
 
+RESIDENT = {cell.name: cell for cell in (LSTM, GRU)}
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "mean": lambda forward, backward: (forward + backward) / 2,
@@ -106,6 +110,14 @@ class RecurrentStack(RunnableLayer):
     def allocate_states(self, slots: int) -> list[Any]:
         levels = [self._folded or self._levels[0], *self._levels[1:]]
         return [state for level in levels for state in self._start(level, slots)]
+
+    def resident(self, states: Sequence[Any], weight: Tensor, bias: Tensor) -> Resident:
+        """Return the kernel that stays on the device and runs the stack and a linear layer step by step; raises ContractError for a stack
+        that it does not run. states: of `allocate_states`."""
+        cell = RESIDENT.get(self._family.name)
+        if cell is None or self._requested != AUTO or not all(level.is_plain for level in self._levels):
+            raise ContractError("a resident kernel runs an LSTM or a GRU that reads forward, without a pinned backend")
+        return Resident(cell, [level.directions[0] for level in self._levels], states, weight, bias)
 
     def embed(self, table: Tensor) -> None:
         self._embedding, self._folded, self.takes_ids = table, None, EMBEDDED

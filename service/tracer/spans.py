@@ -179,7 +179,7 @@ def run_attributes(run: BatchRun) -> Attributes:
         "seqserve.batch.sequences": run.sequences,
         "seqserve.batch.tokens": run.tokens,
         "seqserve.batch.padded_tokens": run.padded_tokens,
-        "seqserve.batch.by": "graph" if run.by_graph else "launches",
+        "seqserve.batch.by": run.by,
     }
 
 

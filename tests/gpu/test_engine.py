@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +83,7 @@ class Engines(NamedTuple):
     metrics: Metrics
 
     def batches(self, name: str, by: str) -> float:
+        self.gpu.count_ended()
         return self.metrics.batches.values.get((*ModelKey(name, "1").labels, by), [0.0])[0]
 
     def mixed(self, name: str, seed: int, returns: Returns = PLAIN) -> Batch:
@@ -273,6 +274,34 @@ def test_chunk_with_a_state_that_is_not_finite_is_marked(engines: Engines, name:
     assert good.finite is None
 
 
+@pytest.mark.parametrize("head", [CLASSIFY | {"pool": "last", "dense": []}, {"kind": "tag", "labels": LABELS}], ids=str)
+@pytest.mark.parametrize("layer", [{"kind": "lstm", "peepholes": True}, {"kind": "gru"}], ids=str)
+def test_next_steps_run_in_a_resident_kernel(on_device: None, layer: Table, head: Table) -> None:
+    """Whole sequences, saved states and long chunks end the kernel. The next step starts it again from the states in their slots."""
+    spec = spec_of("next", SERIES, layer | {"hidden": 64, "depth": 2}, head=head)
+    key, metrics = ModelKey(spec.name, "1"), Metrics()
+    encoders = ({key: Encoder(spec, halves(spec), device)} for device in (CUDA, CPU))
+    gpu, cpu = (DeviceEngine(encoder, metrics, resident=True, **LIMITS) for encoder in encoders)
+    whole, chunk = batch(spec, [3, 3], seed=1), batch(spec, [60], seed=2)
+    between: list[Callable[[], Any]] = [lambda: run(gpu, whole), lambda: gpu.restore(key, 9, gpu.save(key, FIRST_SLOT)), list]
+    engines = Engines(gpu, cpu, metrics)
+    for number in range(3):
+        one = pieces(whole, number)
+        assert_alike(run(gpu, one), run(cpu, one))
+        between[number]()
+    assert engines.batches(spec.name, "resident") == 3
+    one = batch_of([(chunk.blocks[0], FIRST_SLOT, FIRST_SLOT + 1)])
+    assert_alike(run(gpu, one), run(cpu, one))
+    assert engines.batches(spec.name, "resident") == 3
+    steps = batch_of([piece(block, 1, FIRST_SLOT + row) for row, block in enumerate(whole.blocks)])
+    nan = {name: torch.full_like(state, math.nan) for name, state in gpu.save(key, FIRST_SLOT).items()}
+    gpu.restore(key, FIRST_SLOT, nan)
+    gpu.launch(steps)
+    [ended] = collected(gpu, 1)
+    assert ended.finite is not None and ended.finite.tolist() == [False, True]
+    assert engines.batches(spec.name, "resident") == 4
+
+
 def test_warm_engine_allocates_nothing(engines: Engines) -> None:
     names = (*models.OF_EVERY_HEAD, "sensors", "labeller", "counter")
     by_graph = [name for name in names if name not in WITHOUT_GRAPH]
@@ -287,10 +316,10 @@ def test_warm_engine_allocates_nothing(engines: Engines) -> None:
 
 
 def test_memory_of_a_long_row_is_extrapolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: None) -> None:
-    spec = models.sensors(tmp_path, hidden=520, max_steps=20_000)
+    spec = models.sensors(tmp_path, hidden=521, max_steps=20_000)
     encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA)
     runner = CudaGraphRunner(encoder, [OutputCollector(0, 1 << 20)], GraphPool(CUDA), **LIMITS, slots=1)
-    assert runner.fallback_reason, "no cluster has room for it in float32, and its steps are launched one by one"
+    assert runner.fallback_reason, "no kernel runs it in float32, and its steps are launched one by one"
     known = runner.largest_bytes()
     monkeypatch.setattr(cuda_graph_runner, "MAX_TRIAL_SECONDS", 60.0)
     assert known == pytest.approx(runner.largest_bytes(), rel=0.05)

@@ -17,9 +17,24 @@ from kernels.backend import PINNED, Problem
 from kernels.conv import launch as conv_launch
 from kernels.conv import tables
 from kernels.persistent.packing import Variant
+from kernels.persistent.resident import ResidentShape
 from kernels.scan import launch as scan_launcher
 from kernels.scan.shape import LONG_ROW, TILE
-from tests.kernels.devices import A10, A100, B200, DEVICES, H100, L4, RTX_3090, RTX_4090, RTX_5090, Device, FakeKernel, emulated
+from tests.kernels.devices import (
+    A10,
+    A100,
+    B200,
+    DEVICES,
+    H100,
+    H200,
+    L4,
+    RTX_3090,
+    RTX_4090,
+    RTX_5090,
+    Device,
+    FakeKernel,
+    emulated,
+)
 from tests.kernels.families import Form
 from tests.kernels.nvrtc import assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, chosen, persistent_launches, scan_launch, text_cnn_launches
@@ -73,7 +88,8 @@ def test_recurrent_layers_run_in_the_kernel_of_their_size(family: str, device: D
         assert pinned.backend.name == "persistent"
         assert ("cluster" in pinned.why[1]) == (has_clusters(device) and hidden <= 512)
         assert (chosen(family, storage, hidden).backend.name == "adaptive") == is_hopper(device)
-    exact, (major, minor) = chosen(family, FLOAT32, 128), device.capability
+    assert (chosen(family, FLOAT32, 128).backend.name == "adaptive") == is_hopper(device)
+    exact, (major, minor) = chosen(family, FLOAT32, 128, requested=PINNED), device.capability
     assert exact.backend.name == ("persistent" if has_clusters(device) else "framework")
     needs_clusters = f"persistent: needs compute capability 9.0, this device has {major}.{minor}"
     assert (exact.why[1] == needs_clusters) != has_clusters(device)
@@ -185,3 +201,12 @@ def test_kernel_compiles_within_the_registers_of_its_launch() -> None:
         [*_, (_, _, launch)] = persistent_launches(Variant(0, HALF, False, 512), 1, 1)
         assert launch.kernel.source.name == "grid.cu"
         assert_fits_registers(launch.kernel)
+
+
+@pytest.mark.parametrize("hidden, layers, gru", [(128, 2, False), (256, 3, True)])
+def test_resident_kernel_compiles_within_the_registers_of_its_launch(hidden: int, layers: int, gru: bool) -> None:
+    required_library()
+    with emulated(H200):
+        shape = ResidentShape(Variant(0, HALF, False, hidden, gru), layers, hidden, outputs=32)
+        assert shape.refusal() is None
+        assert_fits_registers(shape.kernel())  # type: ignore[arg-type] # the fake of a compiled kernel

@@ -27,7 +27,7 @@ from tests.tracer.receiver import receiving
 
 def run_of(number: int, engine: int = 0) -> BatchRun:
     moments = {"formed": 3.0, "staged": 4.0, "started": 4.5, "computed": 5.0, "ended": 6.0}
-    return BatchRun(engine, "cpu", number, 3, 12, 0, False, **moments)
+    return BatchRun(engine, "cpu", number, 3, 12, 0, "launches", **moments)
 
 
 def request(number: int, *runs: BatchRun) -> RequestTrace:
@@ -55,7 +55,7 @@ class Exporter(SpanExporter):
 
 def test_stages_follow_each_other_from_arrival_to_end() -> None:
     """Of two batches, the second waits from the end of the first batch."""
-    later = BatchRun(0, "cpu", 2, 3, 12, 0, False, formed=6.1, staged=6.2, started=6.2, computed=6.3, ended=6.4)
+    later = BatchRun(0, "cpu", 2, 3, 12, 0, "launches", formed=6.1, staged=6.2, started=6.2, computed=6.3, ended=6.4)
     intervals = list(stages(request(1, run_of(1), later)))
     assert [stage.name for stage in intervals] == [
         *("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out"),
@@ -90,7 +90,7 @@ def test_batch_waits_for_the_requests_of_all_frontends() -> None:
 
 def test_batches_of_other_engines_and_other_times_are_others() -> None:
     maker = SpanMaker(Resource({}))
-    restarted = BatchRun(0, "cpu", 7, 3, 12, 0, False, formed=33.0, staged=34.0, started=34.0, computed=35.0, ended=36.0)
+    restarted = BatchRun(0, "cpu", 7, 3, 12, 0, "launches", formed=33.0, staged=34.0, started=34.0, computed=35.0, ended=36.0)
     for number, run in enumerate((run_of(7), run_of(8), run_of(7, engine=1), restarted)):
         maker.request_spans(request(number + 1, run), 0.0, 0.0)
     assert len({span.context.trace_id for span in maker.batch_spans(LINK_SECONDS, 0.0) if span.context}) == 4

@@ -129,7 +129,8 @@ class CudaGraphRunner(ModelRunner):
         finite = None if batch.whole else self._device_check.start(collector)
         collector.record_end()
         times, padded = (self._seconds(batch, captured), began, staged, time.monotonic()), bucket.tokens - batch.tokens
-        return InFlightBatch(batch, offsets, outputs.arrays, *times, collector, captured is not None, padded, finite)
+        by = "launches" if captured is None else "graph"
+        return InFlightBatch(batch, offsets, outputs.arrays, *times, collector, by, padded, finite)
 
     def largest_bytes(self) -> int:
         """Return the device memory that the largest batches need without a graph: all rows, and one row of the maximum length.

@@ -17,6 +17,7 @@ from service.engine.execution.cost_model import NEWEST, Cost
 from service.engine.execution.device import DeviceLost, memory_counts, raise_if_lost
 from service.engine.execution.in_flight import Array, EndObserver, FinishedBatch, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
+from service.engine.execution.resident_steps import RESIDENT, ResidentSteps
 from service.engine.execution.served_models import IN_FLIGHT, LEAST_SLOTS, PreparedModel, ServedModels
 from service.errors import OutOfMemory
 from service.ipc.messages.inference import FEATURES, IDS, BatchRun, Returns
@@ -48,16 +49,18 @@ class DeviceEngine(ServedModels):
         slots: tuple[int, int] = (LEAST_SLOTS, LEAST_SLOTS),
         device: torch.device | None = None,
         place: int = 0,
+        resident: bool = False,
         trial: Callable[[ModelKey], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         """Warm up a model per encoder, in the context `trial`. All encoders are on one device; `device` names it if there are none.
 
         On a GPU every batch runs on the current stream of this thread (`device.use_device`).
         slots: the fewest and the most state slots per model that sequences hold between batches: see SLOTS_BYTES.
-        place: the number of this engine, counted from 0.
+        place: the number of this engine, counted from 0. resident: whether kernels may stay on the device: see ResidentSteps.
         """
         device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
-        super().__init__(device, metrics, slots, max_batch_sequences=max_batch_sequences, max_batch_tokens=max_batch_tokens)
+        limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
+        super().__init__(device, metrics, slots, **limits, resident=resident)
         self._place = place
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[FinishedBatch] = []
@@ -136,7 +139,7 @@ class DeviceEngine(ServedModels):
         Raises OutOfMemory, and DeviceLost if the device does not work any more.
         """
         assert not self._in_flight, "its collector may be in use"
-        with self._noticing_loss():
+        with self._using_device():
             in_flight = self._start(Batch(key, [_known_question(key, self.spec(key))]))
             in_flight.wait()
             [result] = in_flight.results()
@@ -160,8 +163,10 @@ class DeviceEngine(ServedModels):
 
     def _start(self, batch: Batch) -> InFlightBatch:
         collector = self._collectors[self._launches % IN_FLIGHT] if self._collectors else None
+        runner = self._served[batch.model].runner
         try:
-            return self._served[batch.model].runner.launch(batch, collector)
+            resident = self._resident_for(batch, runner)
+            return runner.launch(batch, collector) if resident is None else resident.run(batch, runner.predicted_seconds(batch))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self.device} has no memory for {batch.rows} sequences of {batch.tokens} steps: "
@@ -171,6 +176,18 @@ class DeviceEngine(ServedModels):
         except Exception as error:
             raise_if_lost(self.device, error)
             raise
+
+    def _resident_for(self, batch: Batch, runner: ModelRunner) -> ResidentSteps | None:
+        """Return the resident kernel that runs a batch, if one does. It needs a device without other work."""
+        resident = runner.resident
+        if resident is not None:
+            busy = self._preparing or any(in_flight.collector for in_flight in self._in_flight)
+            if busy or not resident.takes(batch):
+                resident = None
+        if resident is not self._resident:
+            self._end_resident()
+            self._resident = resident
+        return resident
 
     def finished(self) -> list[FinishedBatch]:
         """Return the batches that ended since the last call; raises DeviceLost if the device failed."""
@@ -235,13 +252,14 @@ class DeviceEngine(ServedModels):
             latest, earliest = max(in_flight.launched, self._last_ended), max(in_flight.staged, self._began_after)
             device = seen_running - latest, ended - earliest
         model = self._served[batch.model]
-        model.correction.observe(in_flight.predicted, computed - began, device)
-        model.cost = model.correction.of(model.runner.cost)
+        if in_flight.by != RESIDENT:  # its time says nothing of others
+            model.correction.observe(in_flight.predicted, computed - began, device)
+            model.cost = model.correction.of(model.runner.cost)
         self._last_ended, self._began_after = ended, seen_running
         self.busy_seconds += computed - started
         metrics.batch_sequences.observe(batch.rows, *labels)
         metrics.batch_tokens.observe(batch.tokens, *labels)
-        metrics.batches.add(*labels, "graph" if in_flight.by_graph else "launches")
+        metrics.batches.add(*labels, in_flight.by)
         metrics.tokens.add(*labels, by=batch.tokens)
         metrics.padded_tokens.add(*labels, by=in_flight.padded_tokens)
         metrics.padding_avoided.add(*labels, by=batch.rows * batch.longest - batch.tokens)
@@ -266,7 +284,7 @@ class DeviceEngine(ServedModels):
             sequences=batch.rows,
             tokens=batch.tokens,
             padded_tokens=in_flight.padded_tokens,
-            by_graph=in_flight.by_graph,
+            by=in_flight.by,
             formed=min(batch.formed, in_flight.began),
             staged=in_flight.staged,
             started=started,

@@ -74,7 +74,7 @@ class InFlightBatch(Struct, eq=False):
     arrays: the outputs; complete when `collector` is, or at once without one.
     predicted: seconds that the batch should take.
     began, staged, launched: moments on the clock of time.monotonic.
-    by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no row.
+    by: how the batch ran: as in the metric `batches`. A graph also computed `padded_tokens`, which belong to no row.
     finite_states: whether the slot that each row wrote is finite, complete with the outputs; None if every slot is.
     runs: filled with the batch itself at its end, if it is timed. The results share it.
     """
@@ -87,7 +87,7 @@ class InFlightBatch(Struct, eq=False):
     staged: float
     launched: float
     collector: OutputCollector | None = None
-    by_graph: bool = False
+    by: str = "launches"
     padded_tokens: int = 0
     finite_states: Array | None = None
     runs: list[BatchRun] = field(default_factory=list)

@@ -14,6 +14,7 @@ from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
 from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
+from service.engine.execution.resident_steps import ResidentSteps
 from service.engine.execution.staging import Staging
 from service.engine.execution.state_check import host_finite_rows
 from service.ipc.messages.inference import Answer, AnswerWithoutSteps
@@ -32,6 +33,8 @@ class ModelRunner:
 
     fallback_reason: str | None = None
     """Why some batches run without a CUDA graph, on a GPU."""
+    resident: ResidentSteps | None = None
+    """Runs batches of a few next steps, on a GPU if the model fits."""
 
     def __init__(
         self, encoder: Encoder, *, max_batch_sequences: int, max_batch_tokens: int, slots: int, in_flight: int = 1

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.ragged import ContractError
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import ZERO_SLOT, Numbers
 from service.engine.execution.cost_model import Correction, Cost
@@ -17,6 +18,7 @@ from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import OutputCollector, raise_if_lost, reserve_memory
 from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches, run_now
 from service.engine.execution.model_runner import ModelRunner
+from service.engine.execution.resident_steps import ResidentSteps
 from service.ipc.messages.inference import LoadedModel
 from service.ipc.messages.models import ModelKey
 from service.log import Log
@@ -61,9 +63,20 @@ class ServedModels:
     """The models that one device serves."""
 
     def __init__(
-        self, device: torch.device, metrics: Metrics, slots: tuple[int, int], *, max_batch_sequences: int, max_batch_tokens: int
+        self,
+        device: torch.device,
+        metrics: Metrics,
+        slots: tuple[int, int],
+        *,
+        max_batch_sequences: int,
+        max_batch_tokens: int,
+        resident: bool,
     ) -> None:
         self.device = device
+        self._allows_resident = resident
+        self._resident: ResidentSteps | None = None
+        """Of the model whose kernel may stay on the device now. Its `stop` comes before all other work of the device."""
+        self._preparing = False
         self._metrics = metrics
         self._slots, self._spare_slots = slots, SPARE_FACTOR * max_batch_sequences
         self._limits = {"max_batch_sequences": max_batch_sequences, "max_batch_tokens": max_batch_tokens}
@@ -120,6 +133,8 @@ class ServedModels:
         if self._pool is None:
             return PreparedModel(self._warm_up(make()))
         torch.cuda.set_device(self.device)
+        self._preparing = True
+        run_between_batches(self._end_resident)
         stream = self._free_streams.pop() if self._free_streams else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(stream):
@@ -129,10 +144,13 @@ class ServedModels:
         except BaseException:
             self._free_streams.append(stream)
             raise
+        finally:
+            self._preparing = False
         return PreparedModel(runner, stream, largest_bytes)
 
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         """Serve a prepared model from now on. Logs if some of its batches have no graph."""
+        self._end_resident()
         arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
         if arena_bytes > self._arena_bytes:
             reserve_memory(self.device, arena_bytes)
@@ -153,6 +171,7 @@ class ServedModels:
 
     def close(self, key: ModelKey) -> None:
         """Stop serving a model that has no batch in flight."""
+        self._end_resident()
         stream = self._served.pop(key).stream
         if stream is not None:
             self._free_streams.append(stream)
@@ -165,19 +184,19 @@ class ServedModels:
 
     def save(self, key: ModelKey, slot: int) -> State:
         """Return the state in a slot as a copy on the host, after all launched batches have written it."""
-        with self._noticing_loss():
+        with self._using_device():
             states = self._served[key].runner.encoder.save(np.array([slot], np.int32))
         return {name: tensor[0] for name, tensor in states.items()}
 
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         """Write a state to a slot, for batches launched from now on."""
-        with self._noticing_loss():
+        with self._using_device():
             states = {name: tensor[None] for name, tensor in state.items()}
             self._served[key].runner.encoder.restore(np.array([slot], np.int32), states)
 
     def state_vectors(self, key: ModelKey, slots: Numbers) -> bytes:
         """Return the model's states in some slots, joined in their order: (slots, numbers) float32."""
-        with self._noticing_loss():
+        with self._using_device():
             return self._served[key].runner.encoder.state_vectors(slots).numpy().tobytes()
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
@@ -185,10 +204,16 @@ class ServedModels:
         numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
         return self._served[key].runner.encoder.state_from(numbers, ZERO_SLOT)
 
+    def _end_resident(self) -> None:
+        if self._resident is not None:
+            self._resident.stop()
+            self._resident = None
+
     @contextmanager
-    def _noticing_loss(self) -> Iterator[None]:
-        """Raise DeviceLost instead of an error after which the device does not work any more."""
+    def _using_device(self) -> Iterator[None]:
+        """Use the device between batches. Raise DeviceLost instead of an error after which the device does not work any more."""
         try:
+            self._end_resident()
             yield
         except RuntimeError as error:
             raise_if_lost(self.device, error)
@@ -199,7 +224,10 @@ class ServedModels:
         limits = self._limits | {"slots": self._slot_count(encoder) + self._spare_slots}
         if self._pool is None:
             return ModelRunner(encoder, **limits)
-        return CudaGraphRunner(encoder, self._collectors, self._pool, **limits, run_between_batches=run_between_batches)
+        runner = CudaGraphRunner(encoder, self._collectors, self._pool, **limits, run_between_batches=run_between_batches)
+        if self._allows_resident:
+            runner.resident = _resident_steps(encoder)
+        return runner
 
     def _slot_count(self, encoder: Encoder) -> int:
         """Return how many state slots the sequences of a model may hold between batches."""
@@ -207,3 +235,12 @@ class ServedModels:
         if least == most or not encoder.keeps_states:
             return least
         return max(least, min(most, SLOTS_BYTES // max(1, encoder.state_bytes())))
+
+
+def _resident_steps(encoder: Encoder) -> ResidentSteps | None:
+    """Return the resident kernel of a model; logs why there is none for a model that it does not run."""
+    try:
+        return ResidentSteps(encoder)
+    except ContractError as refusal:
+        Log("engine").info("the model has no resident kernel", model=encoder.spec.name, reason=str(refusal))
+        return None

@@ -127,7 +127,7 @@ def _traced(in_flight: InFlightBatch, arrivals: Sequence[float], device_free: fl
         tokens=batch.tokens,
         longest=batch.longest,
         padded_tokens=in_flight.padded_tokens,
-        by="graph" if in_flight.by_graph else "launches",
+        by=in_flight.by,
         asynchronous=in_flight.collector is not None,
         arrivals=arrivals,
         began=in_flight.began,

@@ -33,7 +33,7 @@ Event = dict[str, Any]
 class TracedBatch:
     """A recorded batch. Moments are seconds on the clock of time.monotonic.
 
-    by: "graph" or "launches".
+    by: "graph", "resident" or "launches".
     asynchronous: whether the host continued while the device worked.
     arrivals: of the sequences; empty if the batch is a part of a failed batch that runs again.
     device_free: when the previous batch had ended.

@@ -36,7 +36,7 @@ NO_TENANT = Share()
 class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     """How an engine ran one batch. Moments are seconds on the machine's monotonic clock.
 
-    `engine` is the number of the engine and `number` that of the batch in it. `by_graph` is true if one CUDA graph ran the batch.
+    `engine` is the number of the engine and `number` that of the batch in it. `by` says how it ran, as in the metric `batches`.
     `formed`: its sequences were chosen; `staged`: they were packed; `started`: the device was free for it; `computed`: the layers had
     run; `ended`: the results were split.
     """
@@ -47,7 +47,7 @@ class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     sequences: int
     tokens: int
     padded_tokens: int
-    by_graph: bool
+    by: str
     formed: float
     staged: float
     started: float

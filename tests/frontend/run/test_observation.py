@@ -30,7 +30,7 @@ SAMPLED, UNSAMPLED = (
     RequestOrigin(b"", f"00-{TRACE}-{SPAN}-01".encode(), b"a=1"),
     RequestOrigin(b"", f"00-{TRACE}-{SPAN}-00".encode()),
 )
-RUN = BatchRun(0, "cpu", 7, 3, 12, 0, False, formed=10.003, staged=10.004, started=10.004, computed=10.009, ended=10.010)
+RUN = BatchRun(0, "cpu", 7, 3, 12, 0, "launches", formed=10.003, staged=10.004, started=10.004, computed=10.009, ended=10.010)
 ANSWER = Answer(ready=10.0105, queued=10.002, runs=[RUN])
 NOT_RUN: dict[str, Any] = {"answer": None, "sent": 0.0, "received": 0.0}
 
@@ -188,7 +188,7 @@ def test_trace_of_several_batches_is_no_example_of_the_stages_of_one(tracing: Wa
 
 def test_queue_has_the_waits_between_batches() -> None:
     """A batch in flight while the one before it runs has not waited."""
-    later = [BatchRun(0, "cpu", 8, 3, 12, 0, False, formed, 10.02, 10.02, 10.03, 10.04) for formed in (10.012, 10.035)]
+    later = [BatchRun(0, "cpu", 8, 3, 12, 0, "launches", formed, 10.02, 10.02, 10.03, 10.04) for formed in (10.012, 10.035)]
     stages = stage_seconds(10.0, 10.001, 10.05, 10.06, Answer(ready=10.045, queued=10.002, runs=[RUN, *later]))
     assert stages["queue"] == pytest.approx(0.001 + 0.002)
     assert stages["compute"] == pytest.approx(0.005 + 0.01 + 0.01)

@@ -1,0 +1,1 @@
+"""The latency of one step of one stream, host to host."""
