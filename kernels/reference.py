@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.norm import EPSILON
 from kernels.ragged import Encoded, Outputs, Ragged
 
 
-def reference_norm(values: Tensor, norm: Tensor | None, weights: Any) -> Tensor:
+def reference_norm(values: Tensor, norm: Tensor | None, epsilon: float = EPSILON) -> Tensor:
     """Return a vector, or (n, width) vectors, after a layer norm, (2, width) gain and offset, if there is one."""
     if norm is None:
         return values
     centred = values - values.mean(-1, keepdim=True)
-    normalised: Tensor = centred / (centred.square().mean(-1, keepdim=True) + weights.epsilon).sqrt() * norm[0] + norm[1]
+    normalised: Tensor = centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt() * norm[0] + norm[1]
     return normalised
 
 
@@ -24,7 +25,7 @@ def reference_gate_inputs(x: Ragged, weights: Any) -> Tensor:
     """Return the gate inputs of all tokens of an LSTM, a GRU or an RNN: (tokens, gates x hidden)."""
     if weights.input is None or weights.bias is None:
         return x.data
-    gates: Tensor = reference_norm(x.data @ weights.input, weights.input_norm, weights) + weights.bias
+    gates: Tensor = reference_norm(x.data @ weights.input, weights.input_norm, weights.epsilon) + weights.bias
     return gates
 
 

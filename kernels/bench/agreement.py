@@ -82,7 +82,7 @@ def _reference(case: BenchCase) -> Tensor:
         x, layers, state = Ragged(data, case.x.offsets), _float64(case.weights), _float64(case.state)
         return replace(case, x=x, weights=layers, state=state).encoder("reference")()
     (layer,) = case.weights
-    gates, weights = of_layer(torch.split(case.x.data, case.lengths), layer)
+    gates, weights = of_layer(case.x, layer)
     x = Ragged(gates.cpu(), case.x.offsets.cpu())
     return replace(case, x=x, weights=(_float64(weights, torch.device("cpu")),)).encoder("reference")()
 

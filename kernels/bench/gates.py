@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kernels.embedding import FIRST
+from kernels.embedding import tap_rows
 from kernels.qrnn.types import QRNNWeights
+from kernels.ragged import Ragged
 from kernels.sru.types import SRUWeights
-
-Rows = tuple[Tensor, ...]
-"""The data of each row."""
+from kernels.windows import windows
 
 
-def of_sru(rows: Rows, weights: SRUWeights) -> tuple[Tensor, SRUWeights]:
+def of_sru(x: Ragged, weights: SRUWeights) -> tuple[Tensor, SRUWeights]:
     """Return the blocks (tokens, 3 or 4 x hidden), and the weights of a layer over them."""
-    data, over_gates = torch.cat(rows), replace(weights, input=None, table=None, skip_from=None, scale=1.0)
+    data, over_gates = x.data, replace(weights, input=None, table=None, skip_from=None, scale=1.0)
     if weights.table is not None:
         return weights.table[data.long()].double(), over_gates
     assert weights.input is not None
@@ -35,24 +33,16 @@ def of_sru(rows: Rows, weights: SRUWeights) -> tuple[Tensor, SRUWeights]:
     return torch.cat((blocks, skip), dim=1), over_gates
 
 
-def of_qrnn(rows: Rows, weights: QRNNWeights) -> tuple[Tensor, QRNNWeights]:
+def of_qrnn(x: Ragged, weights: QRNNWeights) -> tuple[Tensor, QRNNWeights]:
     """Return the gates (tokens, blocks x hidden) without bias, and the weights of a layer over them."""
-    return torch.cat([_window(row, weights) for row in rows]), replace(weights, input=None, tables=None)
-
-
-def _window(row: Tensor, weights: QRNNWeights) -> Tensor:
-    """Return the sum over each step and the previous steps of its window, with zeros before the row."""
+    window, over_gates = weights.window, replace(weights, input=None, tables=None)
     if weights.tables is not None:
-        ids = row.long() + FIRST
-        return torch.stack([table[_shifted(ids, back)].double() for back, table in enumerate(weights.tables)]).sum(0)
+        rows = windows(tap_rows(x), window, left=window - 1).flip(1)
+        return weights.tables[torch.arange(window, device=rows.device), rows].double().sum(1), over_gates
     assert weights.input is not None
-    return torch.stack([_shifted(row, back).double() @ taps.double() for back, taps in enumerate(weights.input)]).sum(0)
+    steps = windows(x, window, left=window - 1).flip(1)
+    return steps.flatten(1).double() @ weights.input.flatten(0, 1).double(), over_gates
 
 
-def _shifted(row: Tensor, steps: int) -> Tensor:
-    """Return the row shifted by `steps` steps, with its old length."""
-    return pad(row, (0, 0) * (row.dim() - 1) + (steps, 0))[: len(row)]
-
-
-GATES: dict[type[Any], Callable[[Rows, Any], tuple[Tensor, Any]]] = {SRUWeights: of_sru, QRNNWeights: of_qrnn}
+GATES: dict[type[Any], Callable[[Ragged, Any], tuple[Tensor, Any]]] = {SRUWeights: of_sru, QRNNWeights: of_qrnn}
 """By the class of the weights."""

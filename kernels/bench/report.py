@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from kernels.bench.tables import aligned
 from kernels.bench.timing import Spread
 from kernels.bench.workload import WANT, Workload
-from kernels.device_name import device_name as device_name  # the scenarios of the load tests name machines as reports do
 
 PACKAGES = ("numpy", "onnxruntime", "sru", "cupy-cuda13x", "numba")
 
@@ -108,6 +110,21 @@ def versions(device: torch.device) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return installed
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    with suppress(OSError):  # only Linux has the file
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def slug(name: str) -> str:

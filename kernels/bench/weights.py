@@ -43,7 +43,7 @@ def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
     if workload.kind == ENCODER:
         levels = [replace(workload, kind="layer", inputs=inputs) for inputs in workload.level_inputs]
         return tuple(tuple(weights(level, normal)[0] for _ in range(workload.directions)) for level in levels)
-    layers = (_conv if workload.family == "conv" else _maker(family_of(workload).weights))(workload, normal)
+    layers = MAKERS.get(workload.family, _gated)(workload, normal)
     return tuple(map(_as_int8, layers)) if workload.dtype == INT8 else layers
 
 
@@ -128,6 +128,5 @@ def _temporal(workload: Workload, normal: Normal) -> tuple[ConvBlock, ...]:
     return tuple(ConvBlock(pair, residual=True, activation="relu") for pair in zip(layers[::2], layers[1::2], strict=True))
 
 
-def _maker(kind: type[Any]) -> Callable[[Workload, Normal], tuple[Any, ...]]:
-    """Return the function that makes the weights of a recurrent family. kind: their class."""
-    return _qrnn if issubclass(kind, QRNNWeights) else _sru if issubclass(kind, SRUWeights) else _gated
+MAKERS: dict[str, Callable[[Workload, Normal], tuple[Any, ...]]] = {"sru": _sru, "qrnn": _qrnn, "mingru": _qrnn, "conv": _conv}
+"""The functions that make the weights of families other than the LSTM and the GRU."""

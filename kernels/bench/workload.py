@@ -20,9 +20,6 @@ ENCODER = "encoder"
 NEXT_STEPS = "next-steps"
 """The kind of the next chunks of many live streams: each row starts from the state in its slot, and ends in another slot."""
 
-LAYERS = ("layer", NEXT_STEPS, ENCODER)
-"""Kinds whose layers multiply their data by weights."""
-
 WANT = {
     "layer": "last",
     NEXT_STEPS: "last",

@@ -6,20 +6,18 @@ maxima and the sums of a window stay in registers while all windows of a row pas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.conv_numbers import RELU, ClassifierNumbers, LayerNumbers, MemorySizes
 from kernels.cpu.convolutions import Memory, Steps, call_at, convolve, keep_contexts, layer_at, output_offsets, pool, table_rows
 from kernels.cpu.launch import BatchArguments, OutputArrays
-from kernels.cpu.products import aligned, product
-from kernels.cpu.rows import floats, longs, number_at, row_ends
+from kernels.cpu.products import product
+from kernels.cpu.rows import aligned, floats, longs, number_at, row_ends
 from kernels.cpu.scans import stored_bytes
 from kernels.cpu.vectors import (
     FLOAT,
@@ -32,6 +30,7 @@ from kernels.cpu.vectors import (
     Vectors,
     for_each_case,
     index,
+    vector_code,
 )
 from kernels.embedding import FIRST
 
@@ -39,69 +38,61 @@ TILE_VECTORS = min(8, REGISTERS // 4)
 """Vectors of the largest tile: each has a maximum and a sum."""
 
 
-@llvm_code
+@vector_code
 def max_of_windows(
-    _typing: Any,
-    storage: Any,
-    vectors: Any,
-    table: Any,
-    tap_numbers: Any,
-    row_numbers: Any,
-    steps: Any,
-    windows: Any,
-    stride: Any,
-    width: Any,
-    dilation: Any,
-    columns: Any,
-    maxima: Any,
-) -> tuple[Any, Codegen]:
+    code: Vectors,
+    storage: ir.Value,
+    vectors: ir.Value,
+    table: ir.Value,
+    tap_numbers: ir.Value,
+    row_numbers: ir.Value,
+    steps: ir.Value,
+    windows: ir.Value,
+    stride: ir.Value,
+    width: ir.Value,
+    dilation: ir.Value,
+    columns: ir.Value,
+    maxima: ir.Value,
+) -> None:
     """Write the maximum over the windows of a row, for up to `vectors` vectors of maps.
 
     table: the stored numbers of the first map, of row 0 and tap 0; steps: (windows + reach - 1,) int64 table rows; columns: the
     numbers that the last vector has in every table row; maxima: (vectors x LANES,) float32, of which only `columns` in the last
     vector are defined. All but numbers are addresses.
     """
+    builder = code.builder
+    steps_at, maxima_at = code.pointer(steps, LONG), code.pointer(maxima, FLOAT)
+    mask = code.first_lanes(columns)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        storage, vectors, table, tap_numbers, row_numbers, steps, windows, stride, width, dilation, columns, maxima = arguments
-        code = Vectors(builder)
-        steps_at, maxima_at = code.pointer(steps, LONG), code.pointer(maxima, FLOAT)
-        mask = code.first_lanes(columns)
+    def emit(stored: int, count: int) -> None:
+        table_at = code.pointer(table, STORED[stored])
+        highest = [code.variable(code.constant(-np.inf)) for _ in range(count)]
+        with cgutils.for_range(builder, windows, intp=windows.type) as window:
+            first_step = builder.mul(window.index, stride)
+            sums = [code.variable() for _ in range(count)]
+            for place in sums:
+                builder.store(code.constant(0.0), place)
+            with cgutils.for_range(builder, width, intp=width.type) as tap:
+                step = builder.add(first_step, builder.mul(tap.index, dilation))
+                row = builder.load(builder.gep(steps_at, [step]))
+                first = builder.add(builder.mul(tap.index, tap_numbers), builder.mul(row, row_numbers))
+                for number, place in enumerate(sums):
+                    at = builder.add(first, index(number * LANES))
+                    whole = number < count - 1
+                    loaded = code.load_stored(table_at, at, stored) if whole else code.load_masked(table_at, at, stored, mask)
+                    builder.store(builder.fadd(builder.load(place), loaded), place)
+            for place, total in zip(highest, sums, strict=True):
+                builder.store(code.maximum(builder.load(place), builder.load(total)), place)
+        for number, place in enumerate(highest):
+            code.store(builder.load(place), maxima_at, index(number * LANES))
 
-        def emit(stored: int, count: int) -> None:
-            table_at = code.pointer(table, STORED[stored])
-            highest = [code.variable(code.constant(-np.inf)) for _ in range(count)]
-            with cgutils.for_range(builder, windows, intp=windows.type) as window:
-                first_step = builder.mul(window.index, stride)
-                sums = [code.variable() for _ in range(count)]
-                for place in sums:
-                    builder.store(code.constant(0.0), place)
-                with cgutils.for_range(builder, width, intp=width.type) as tap:
-                    step = builder.add(first_step, builder.mul(tap.index, dilation))
-                    row = builder.load(builder.gep(steps_at, [step]))
-                    first = builder.add(builder.mul(tap.index, tap_numbers), builder.mul(row, row_numbers))
-                    for number, place in enumerate(sums):
-                        at = builder.add(first, index(number * LANES))
-                        whole = number < count - 1
-                        loaded = (
-                            code.load_stored(table_at, at, stored) if whole else code.load_masked(table_at, at, stored, mask)
-                        )
-                        builder.store(builder.fadd(builder.load(place), loaded), place)
-                for place, total in zip(highest, sums, strict=True):
-                    builder.store(code.maximum(builder.load(place), builder.load(total)), place)
-            for number, place in enumerate(highest):
-                code.store(builder.load(place), maxima_at, index(number * LANES))
-
-        sizes = range(1, TILE_VECTORS + 1)
-        for_each_case(
-            builder,
-            storage,
-            tuple(STORED),
-            lambda stored: for_each_case(builder, vectors, sizes, lambda count: emit(stored, count)),
-        )
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 12), codegen
+    sizes = range(1, TILE_VECTORS + 1)
+    for_each_case(
+        builder,
+        storage,
+        tuple(STORED),
+        lambda stored: for_each_case(builder, vectors, sizes, lambda count: emit(stored, count)),
+    )
 
 
 @Compiled

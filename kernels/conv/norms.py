@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EPSILON = 1e-5
-
 
 def fold_weight_norm(direction: Tensor, magnitude: Tensor) -> Tensor:
     """Return the filters (width, inputs, maps) of a direction (width, inputs, maps) and a magnitude (maps,).
@@ -21,7 +19,7 @@ def fold_weight_norm(direction: Tensor, magnitude: Tensor) -> Tensor:
     return (wide * (magnitude.float() / norm)).to(direction.dtype)
 
 
-def fold_batch_norm(filters: Tensor, bias: Tensor, norm: Tensor, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
+def fold_batch_norm(filters: Tensor, bias: Tensor, norm: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return filters and bias that include a batch norm.
 
     filters: (width, inputs, maps); bias: (maps,); norm: (4, maps) gain, offset, mean and variance.

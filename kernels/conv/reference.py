@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights
+from kernels.conv.types import ACTIVATIONS, ConvBlock, ConvState, ConvWeights
 from kernels.embedding import tap_rows
 from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
 from kernels.reference import select_outputs
@@ -25,7 +25,7 @@ def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outp
             maps = weights.bias
             for tap in range(weights.filters.shape[0]):
                 maps = maps + _product(padded[first + tap * weights.dilation], weights, tap)
-            steps.append(_activated(maps, weights))
+            steps.append(weights.activated(maps))
         offsets.append(len(steps))
         left[row] = torch.cat((left[row], data[begin:end]))[end - begin :]
     packed_steps = torch.stack(steps) if steps else weights.bias.new_zeros(0, weights.outputs)
@@ -74,13 +74,6 @@ def _tap_inputs(x: Ragged, weights: ConvWeights) -> Tensor:
 def _product(step: Tensor, weights: ConvWeights, tap: int) -> Tensor:
     """Return the (maps,) contribution of one tap."""
     return step @ weights.filters[tap] if weights.tables is None else weights.tables[tap, step]
-
-
-def _activated(maps: Tensor, weights: ConvWeights) -> Tensor:
-    if weights.activation in GATED:
-        value, gate = maps[: weights.outputs], maps[weights.outputs :]
-        return GATED[weights.activation](value, gate)
-    return ACTIVATIONS[weights.activation](maps)
 
 
 def _next_input(encoded: Encoded) -> Ragged:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.activations import FUNCTIONS
 from kernels.ragged import (
     ContractError,
     Ragged,
@@ -22,12 +22,7 @@ from kernels.ragged import (
     state_entries,
 )
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda values: values,
-    "relu": torch.relu,
-    "tanh": torch.tanh,
-    "gelu": torch.nn.functional.gelu,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {kind: FUNCTIONS[kind] for kind in ("none", "relu", "tanh", "gelu")}
 
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "glu": lambda value, gate: value * gate.sigmoid(),
@@ -87,12 +82,38 @@ class ConvWeights:
     def columns(self) -> int | None:
         """Columns of the data, or None if the data are ids. Checks the shapes of the weights once; raises ContractError if they do not
         fit together."""
-        return _columns(self)
+        check_shape("weights.filters", self.filters, (None, None, None))
+        width, inputs, maps = self.filters.shape
+        check_shape("weights.bias", self.bias, (maps,))
+        if width < 1 or self.dilation < 1 or self.stride < 1 or self.left < 0 or self.right < 0:
+            raise ContractError("width, dilation and stride must be at least 1, left and right at least 0")
+        if self.activation not in ACTIVATIONS and self.activation not in GATED:
+            raise ContractError(
+                f"weights.activation is {self.activation!r}, expected one of {', '.join((*ACTIVATIONS, *GATED))}"
+            )
+        if self.activation in GATED and maps % 2:
+            raise ContractError(
+                f"weights.filters has {maps} maps, expected an even number for {self.activation!r}: values, then gates"
+            )
+        if self.tables is not None:
+            check_absent(self, ("embedding",), "weights.tables has a value")
+            check_shape("weights.tables", self.tables, (width, None, maps))
+            if not self.tables.shape[1]:
+                raise ContractError("weights.tables has no rows, expected at least the row of padding")
+        if self.embedding is not None:
+            check_shape("weights.embedding", self.embedding, (None, inputs))
+        return None if self.takes_ids else inputs
 
     @cached_property
     def packed(self) -> dict[Any, Any]:
         """The weights in the layouts that kernels read, by layout. Each is packed once."""
         return {}
+
+    def activated(self, maps: Tensor) -> Tensor:
+        """Return (..., outputs) of (..., maps)."""
+        if self.activation in GATED:
+            return GATED[self.activation](*maps.chunk(2, dim=-1))
+        return ACTIVATIONS[self.activation](maps)
 
     def steps(self, steps: Sizes) -> Sizes:
         """Return the number of output steps of rows with `steps` input steps, on the host."""
@@ -216,28 +237,3 @@ def _check_conv_state(name: str, x: Ragged, weights: ConvWeights, state: ConvSta
     if columns is None:
         raise ContractError(f"{name} must be None because the data are ids: a convolution over ids keeps no state")
     check_shape(f"{name}.left", state.left, (state_entries(x, state, name), weights.left, columns))
-
-
-def _columns(weights: ConvWeights) -> int | None:
-    """Return the columns of the data, or None for ids; raises ContractError unless the shapes of the weights fit together."""
-    check_shape("weights.filters", weights.filters, (None, None, None))
-    width, inputs, maps = weights.filters.shape
-    check_shape("weights.bias", weights.bias, (maps,))
-    if width < 1 or weights.dilation < 1 or weights.stride < 1 or weights.left < 0 or weights.right < 0:
-        raise ContractError("width, dilation and stride must be at least 1, left and right at least 0")
-    if weights.activation not in ACTIVATIONS and weights.activation not in GATED:
-        raise ContractError(
-            f"weights.activation is {weights.activation!r}, expected one of {', '.join((*ACTIVATIONS, *GATED))}"
-        )
-    if weights.activation in GATED and maps % 2:
-        raise ContractError(
-            f"weights.filters has {maps} maps, expected an even number for {weights.activation!r}: values, then gates"
-        )
-    if weights.tables is not None:
-        check_absent(weights, ("embedding",), "weights.tables has a value")
-        check_shape("weights.tables", weights.tables, (width, None, maps))
-        if not weights.tables.shape[1]:
-            raise ContractError("weights.tables has no rows, expected at least the row of padding")
-    if weights.embedding is not None:
-        check_shape("weights.embedding", weights.embedding, (None, inputs))
-    return None if weights.takes_ids else inputs

@@ -7,22 +7,20 @@ padding, or with steps of the state before the row. All parameters are numbers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from kernels.cpu.compiled import Codegen, inner, llvm_code
+from kernels.cpu.compiled import inner
 from kernels.cpu.conv_numbers import GATED_TANH, GELU, GLU, RELU, TANH, CallNumbers, LayerNumbers
 from kernels.cpu.launch import OutputArrays
 from kernels.cpu.products import product
 from kernels.cpu.rows import floats, longs, number_at
 from kernels.cpu.scans import add_stored, stored_bytes
-from kernels.cpu.vectors import FLOAT_BYTES, LANES, Vectors, for_each_case, index
+from kernels.cpu.vectors import FLOAT_BYTES, LANES, Vectors, for_each_case, index, vector_code
 
 LAYER_NUMBERS, CALL_NUMBERS = len(LayerNumbers._fields), len(CallNumbers._fields)
 
@@ -49,33 +47,27 @@ class Memory(NamedTuple):
     projected: int
 
 
-@llvm_code
-def _activate(_typing: Any, activation: Any, values: Any, gates: Any, columns: Any) -> tuple[Any, Codegen]:
+@vector_code
+def _activate(code: Vectors, activation: ir.Value, values: ir.Value, gates: ir.Value, columns: ir.Value) -> None:
     """Apply an activation to `columns` numbers in place, and to the numbers up to a whole vector. values, gates: addresses."""
+    builder = code.builder
+    count = builder.udiv(builder.add(columns, index(LANES - 1)), index(LANES))
+    values_at, gates_at = code.pointer(values), code.pointer(gates)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        activation, values, gates, columns = arguments
-        code = Vectors(builder)
-        count = builder.udiv(builder.add(columns, index(LANES - 1)), index(LANES))
-        values_at, gates_at = code.pointer(values), code.pointer(gates)
+    def activated(kind: int, value: ir.Value, at: ir.Value) -> ir.Value:
+        if kind == RELU:
+            return code.maximum(value, code.constant(0.0))
+        if kind == GELU:
+            return code.gelu(value)
+        result = code.tanh(value) if kind in (TANH, GATED_TANH) else value
+        return result if kind == TANH else builder.fmul(result, code.sigmoid(code.load(gates_at, at)))
 
-        def activated(kind: int, value: ir.Value, at: ir.Value) -> ir.Value:
-            if kind == RELU:
-                return code.maximum(value, code.constant(0.0))
-            if kind == GELU:
-                return code.gelu(value)
-            result = code.tanh(value) if kind in (TANH, GATED_TANH) else value
-            return result if kind == TANH else builder.fmul(result, code.sigmoid(code.load(gates_at, at)))
+    def emit(kind: int) -> None:
+        with cgutils.for_range(builder, count, intp=count.type) as loop:
+            at = builder.mul(loop.index, index(LANES))
+            code.store(activated(kind, code.load(values_at, at), at), values_at, at)
 
-        def emit(kind: int) -> None:
-            with cgutils.for_range(builder, count, intp=count.type) as loop:
-                at = builder.mul(loop.index, index(LANES))
-                code.store(activated(kind, code.load(values_at, at), at), values_at, at)
-
-        for_each_case(builder, activation, (RELU, TANH, GELU, GLU, GATED_TANH), emit)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    for_each_case(builder, activation, (RELU, TANH, GELU, GLU, GATED_TANH), emit)
 
 
 @inner

@@ -110,12 +110,12 @@ class GatedLoop:
         rows, tokens = x.rows, x.data.shape[0]
         data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
         offsets = x.offsets.contiguous()
-        states = launch.row_states(self.state, self.state_arrays, state, rows, weights.arguments.hidden)
+        states, after, kept = launch.row_states(self.state, self.state_arrays, state, rows, weights.arguments.hidden)
         run_in_parts(
             launch.loops(self.module).run,
             (
                 (offsets.data_ptr(), offsets.itemsize, rows, tokens, reverse),
-                *(data.data_ptr(), data.itemsize, weights.arguments, *states.arguments, outputs),
+                *(data.data_ptr(), data.itemsize, weights.arguments, *states, outputs),
             ),
             rows,
             tokens * weights.operations,
@@ -126,4 +126,5 @@ class GatedLoop:
                 token_floats=weights.token_floats,
             ),
         )
-        return states.after
+        del kept  # the addresses refer to them until here
+        return after

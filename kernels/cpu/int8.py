@@ -12,17 +12,15 @@ signed bytes: there, the numbers of a row are 128 too large, and the sums start 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cpu.compiled import Codegen, inner, llvm_code
-from kernels.cpu.launch import aligned as aligned_size
-from kernels.cpu.rows import longs
+from kernels.cpu.compiled import inner
+from kernels.cpu.rows import aligned, longs
 from kernels.cpu.storage import INT8
 from kernels.cpu.vectors import (
     BYTE,
@@ -37,6 +35,7 @@ from kernels.cpu.vectors import (
     VECTOR,
     Vectors,
     index,
+    vector_code,
 )
 from kernels.quantized import LEVELS
 
@@ -70,13 +69,13 @@ def row_floats(depth: int) -> int:
     return row_words(depth) + LONG_BYTES // FLOAT_BYTES
 
 
-compiled_row_words, _aligned = inner(row_words), inner(aligned_size)
+compiled_row_words = inner(row_words)
 
 
 @inner
 def quantized_bytes(rows: int, depth: int) -> int:
     """Return the memory of quantized rows."""
-    return _aligned(LONG_BYTES * rows) + _aligned(FLOAT_BYTES * compiled_row_words(depth) * rows)
+    return aligned(LONG_BYTES * rows) + aligned(FLOAT_BYTES * compiled_row_words(depth) * rows)
 
 
 @inner
@@ -95,7 +94,7 @@ def rows_of_product(storage: int, values: int, offsets: int, rows: int, depth: i
     """
     if storage != INT8:
         return values, offsets
-    words, target = compiled_row_words(depth), memory + _aligned(LONG_BYTES * rows)
+    words, target = compiled_row_words(depth), memory + aligned(LONG_BYTES * rows)
     before, begins = longs(offsets, rows), longs(memory, rows)
     for row in range(rows):
         begins[row] = words * row
@@ -103,38 +102,32 @@ def rows_of_product(storage: int, values: int, offsets: int, rows: int, depth: i
     return target, memory
 
 
-@llvm_code
-def _quantize_row(_typing: Any, values: Any, depth: Any, target: Any) -> tuple[Any, Codegen]:
+@vector_code
+def _quantize_row(code: Vectors, values: ir.Value, depth: ir.Value, target: ir.Value) -> None:
     """Write a quantized row of `depth` values. values, target: addresses."""
+    builder = code.builder
+    values_at, scale_at = code.pointer(values), code.pointer(target)
+    numbers_at = code.pointer(builder.add(target, index(FLOAT_BYTES)), NUMBER)
+    highest = code.variable(code.constant(0.0))
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        values, depth, target = arguments
-        code = Vectors(builder)
-        values_at, scale_at = code.pointer(values), code.pointer(target)
-        numbers_at = code.pointer(builder.add(target, index(FLOAT_BYTES)), NUMBER)
-        highest = code.variable(code.constant(0.0))
+    def include(vector: ir.Value, _at: ir.Value) -> None:
+        builder.store(code.maximum(builder.load(highest), code.absolute(vector)), highest)
 
-        def include(vector: ir.Value, _at: ir.Value) -> None:
-            builder.store(code.maximum(builder.load(highest), code.absolute(vector)), highest)
+    code.for_each_vector(values_at, depth, include)
+    largest = code.largest(builder.load(highest))
+    builder.store(builder.fdiv(largest, ir.Constant(FLOAT, LEVELS)), scale_at)
+    # The comparison is false for a value that is not a number: the scale carries it to the sums.
+    is_quantized = builder.fcmp_ordered(">=", largest, ir.Constant(FLOAT, SMALLEST))
+    inverse = builder.select(is_quantized, builder.fdiv(ir.Constant(FLOAT, LEVELS), largest), ir.Constant(FLOAT, 0.0))
+    factor = code.in_every_lane(inverse)
 
-        code.for_each_vector(values_at, depth, include)
-        largest = code.largest(builder.load(highest))
-        builder.store(builder.fdiv(largest, ir.Constant(FLOAT, LEVELS)), scale_at)
-        # The comparison is false for a value that is not a number: the scale carries it to the sums.
-        is_quantized = builder.fcmp_ordered(">=", largest, ir.Constant(FLOAT, SMALLEST))
-        inverse = builder.select(is_quantized, builder.fdiv(ir.Constant(FLOAT, LEVELS), largest), ir.Constant(FLOAT, 0.0))
-        factor = code.in_every_lane(inverse)
+    def write(vector: ir.Value, at: ir.Value) -> None:
+        number = code.round(builder.fmul(vector, factor))
+        shifted = builder.add(builder.fptosi(number, INTS), ir.Constant(INTS, [SHIFT] * LANES))
+        narrow = builder.trunc(shifted, ir.VectorType(NUMBER, LANES))
+        code.store(narrow, numbers_at, at)
 
-        def write(vector: ir.Value, at: ir.Value) -> None:
-            number = code.round(builder.fmul(vector, factor))
-            shifted = builder.add(builder.fptosi(number, INTS), ir.Constant(INTS, [SHIFT] * LANES))
-            narrow = builder.trunc(shifted, ir.VectorType(NUMBER, LANES))
-            code.store(narrow, numbers_at, at)
-
-        code.for_each_vector(values_at, depth, write)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    code.for_each_vector(values_at, depth, write)
 
 
 def emit_int8_products(

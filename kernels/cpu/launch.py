@@ -53,15 +53,6 @@ class OutputArrays(NamedTuple):
     width: int
 
 
-class StateArrays(NamedTuple):
-    """The states of a call's rows. arguments: the `RowStates` of each array; after: the state after the batch; kept: arrays
-    that must exist until the loop has ended."""
-
-    arguments: list[Arguments]
-    after: Any
-    kept: tuple[Tensor, ...]
-
-
 @cache
 def loops(module: str) -> Any:
     """Return a module of compiled loops. The first import of Numba takes half a second."""
@@ -98,20 +89,25 @@ def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> Arg
     return (*[0 if array is None else array.data_ptr() + FLOAT_BYTES * column for array in outputs], width)
 
 
-def row_states(kind: Callable[..., Any], names: Sequence[str], state: Any, rows: int, hidden: int) -> StateArrays:
-    """Return the states of a call. kind: the class of the state; names: its arrays, (rows or slots, hidden)."""
+def row_states(
+    kind: Callable[..., Any], names: Sequence[str], state: Any, rows: int, hidden: int
+) -> tuple[list[Arguments], Any, tuple[Tensor, ...]]:
+    """Return the `RowStates` of each array of a state, the state after the batch, and other arrays that the addresses refer to.
+
+    kind: the class of the state; names: its arrays, (rows or slots, hidden).
+    """
     if state is not None and state.slots is not None:
         slots = as_longs(state.slots)
         sources = slots if state.sources is None else as_longs(state.sources)
         read, written = sources.data_ptr(), slots.data_ptr()
         caches = [getattr(state, name).data_ptr() for name in names]
-        return StateArrays([(cache, read, cache, written) for cache in caches], without_sources(state), (slots, sources))
+        return [(cache, read, cache, written) for cache in caches], without_sources(state), (slots, sources)
     after = [torch.empty(rows, hidden) for _ in names]
     if state is None:
-        return StateArrays([(0, 0, array.data_ptr(), 0) for array in after], kind(*after), ())
+        return [(0, 0, array.data_ptr(), 0) for array in after], kind(*after), ()
     before = tuple([as_floats(getattr(state, name)) for name in names])
     pairs = zip(before, after, strict=True)
-    return StateArrays([(old.data_ptr(), 0, new.data_ptr(), 0) for old, new in pairs], kind(*after), before)
+    return [(old.data_ptr(), 0, new.data_ptr(), 0) for old, new in pairs], kind(*after), before
 
 
 def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:

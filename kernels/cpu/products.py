@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes
 from kernels.cpu.launch import TILE_BYTES
-from kernels.cpu.launch import aligned as aligned_size
-from kernels.cpu.rows import longs
+from kernels.cpu.rows import aligned, longs
 from kernels.cpu.storage import BFLOAT16, FLOAT32, INT8
 from kernels.cpu.vectors import (
     FLOAT,
@@ -39,6 +38,7 @@ from kernels.cpu.vectors import (
     Vectors,
     for_each_case,
     index,
+    vector_code,
 )
 from kernels.launching import round_up
 from kernels.quantized import quantize
@@ -117,75 +117,6 @@ def _pad_blocks(weight: Tensor, blocks: int) -> Tensor:
     return pad(separate, (0, -separate.shape[2] % LANES))
 
 
-def _sums_tile(vectors: int, started: int, panels: int) -> Any:
-    """Return the intrinsic that computes the sums of a tile with panels of `vectors` vectors. Only the first `started` vectors
-    have a start other than zero. panels: 1, or 2 for a tile of one row and two panels of floating-point weights."""
-
-    @llvm_code
-    def tile(
-        _typing: Any,
-        storage: Any,
-        rows: Any,
-        start: Any,
-        start_offsets: Any,
-        block: Any,
-        values: Any,
-        value_offsets: Any,
-        depth: Any,
-        panel: Any,
-        sums: Any,
-        width: Any,
-    ) -> tuple[Any, Codegen]:
-        return types.void(*[types.int64] * 11), codegen
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        storage, rows, start, start_offsets, block, values, value_offsets, depth, panel, sums, width = arguments
-        code = Vectors(builder)
-        start_at, values_at, sums_at = (code.pointer(address, FLOAT) for address in (start, values, sums))
-        starts, begins = (code.pointer(address, LONG) for address in (start_offsets, value_offsets))
-        zero = code.constant(0.0)
-
-        def start_row(row: int, number: int = 0) -> list[ir.Value]:
-            first = builder.add(builder.load(builder.gep(starts, [index(row)])), index(number * LANES))
-            blocks = [builder.add(first, builder.mul(block, index(vector))) for vector in range(started)]
-            return [code.load(start_at, at) for at in blocks] + [zero] * (vectors - started)
-
-        def sum_int8(offsets: Sequence[ir.Value]) -> list[list[ir.Value]]:
-            products = emit_int8_products(code, values_at, offsets, panel, depth, vectors)
-            return [
-                [builder.fadd(value, product) for value, product in zip(start_row(row), row_products, strict=True)]
-                for row, row_products in enumerate(products)
-            ]
-
-        def sum_floats(offsets: Sequence[ir.Value], stored: int) -> list[list[ir.Value]]:
-            places = [
-                [[code.variable(value) for value in start_row(row, number)] for row in range(len(offsets))]
-                for number in range(panels)
-            ]
-            _emit_products(code, places, values_at, offsets, panel, depth, stored)
-            return [[builder.load(place) for place in row_places] for panel_places in places for row_places in panel_places]
-
-        def emit(stored: int, count: int) -> None:
-            offsets = [builder.load(builder.gep(begins, [index(row)])) for row in range(count)]
-            totals = sum_int8(offsets) if stored == INT8 else sum_floats(offsets, stored)
-            for row, row_totals in enumerate(totals):
-                for vector, total in enumerate(row_totals):
-                    at = builder.add(builder.mul(width, index(row)), index(vector * LANES))
-                    code.store(total, sums_at, at)
-
-        storages, largest = ((FLOAT32, BFLOAT16, INT8), max_rows(vectors)) if panels == 1 else ((FLOAT32, BFLOAT16), 1)
-        sizes = range(1, largest + 1)
-        for_each_case(
-            builder,
-            storage,
-            storages,
-            lambda stored: for_each_case(builder, rows, sizes, lambda count: emit(stored, count)),
-        )
-        return context.get_dummy_value()
-
-    return tile
-
-
 def _emit_products(
     code: Vectors,
     places: Sequence[Sequence[Sequence[ir.Value]]],
@@ -255,10 +186,66 @@ def sums_of(vectors: int, started: int, panels: int = 1) -> Any:
     Only the first `started` vectors have a start; the others start from zero. The function takes, as numbers and addresses:
     the storage of the panel and the number of rows; start, start_offsets, block: float32 numbers, where each row's begin,
     int64, and the numbers from vector to vector; values, value_offsets, depth: rows of `depth` numbers, of `rows_of_product`,
-    and where each begins; panel; sums, width: where the first row is written, and the numbers from row to row. panels: of a tile, as in
-    `_sums_tile`; the sums of a second panel are written like those of a second row.
+    and where each begins; panel; sums, width: where the first row is written, and the numbers from row to row. panels: 1, or 2 for a
+    tile of one row and two panels of floating-point weights; the sums of the second panel are written like those of a second row.
     """
-    tile = _sums_tile(vectors, started, panels)
+
+    @vector_code
+    def tile(
+        code: Vectors,
+        storage: ir.Value,
+        rows: ir.Value,
+        start: ir.Value,
+        start_offsets: ir.Value,
+        block: ir.Value,
+        values: ir.Value,
+        value_offsets: ir.Value,
+        depth: ir.Value,
+        panel: ir.Value,
+        sums: ir.Value,
+        width: ir.Value,
+    ) -> None:
+        builder = code.builder
+        start_at, values_at, sums_at = (code.pointer(address, FLOAT) for address in (start, values, sums))
+        starts, begins = (code.pointer(address, LONG) for address in (start_offsets, value_offsets))
+        zero = code.constant(0.0)
+
+        def start_row(row: int, number: int = 0) -> list[ir.Value]:
+            first = builder.add(builder.load(builder.gep(starts, [index(row)])), index(number * LANES))
+            blocks = [builder.add(first, builder.mul(block, index(vector))) for vector in range(started)]
+            return [code.load(start_at, at) for at in blocks] + [zero] * (vectors - started)
+
+        def sum_int8(offsets: Sequence[ir.Value]) -> list[list[ir.Value]]:
+            products = emit_int8_products(code, values_at, offsets, panel, depth, vectors)
+            return [
+                [builder.fadd(value, product) for value, product in zip(start_row(row), row_products, strict=True)]
+                for row, row_products in enumerate(products)
+            ]
+
+        def sum_floats(offsets: Sequence[ir.Value], stored: int) -> list[list[ir.Value]]:
+            places = [
+                [[code.variable(value) for value in start_row(row, number)] for row in range(len(offsets))]
+                for number in range(panels)
+            ]
+            _emit_products(code, places, values_at, offsets, panel, depth, stored)
+            return [[builder.load(place) for place in row_places] for panel_places in places for row_places in panel_places]
+
+        def emit(stored: int, count: int) -> None:
+            offsets = [builder.load(builder.gep(begins, [index(row)])) for row in range(count)]
+            totals = sum_int8(offsets) if stored == INT8 else sum_floats(offsets, stored)
+            for row, row_totals in enumerate(totals):
+                for vector, total in enumerate(row_totals):
+                    at = builder.add(builder.mul(width, index(row)), index(vector * LANES))
+                    code.store(total, sums_at, at)
+
+        storages, largest = ((FLOAT32, BFLOAT16, INT8), max_rows(vectors)) if panels == 1 else ((FLOAT32, BFLOAT16), 1)
+        sizes = range(1, largest + 1)
+        for_each_case(
+            builder,
+            storage,
+            storages,
+            lambda stored: for_each_case(builder, rows, sizes, lambda count: emit(stored, count)),
+        )
 
     @inner
     def sums(*arguments: int) -> None:
@@ -300,9 +287,6 @@ def product(
                     *(panels + panel_bytes * panel, out + FLOAT_BYTES * width * row + column, width),
                 )
                 row += count
-
-
-aligned = inner(aligned_size)
 
 
 @inner

@@ -12,6 +12,7 @@ from numba import carray
 
 from kernels.cpu.compiled import inner
 from kernels.cpu.launch import ALIGNED_BYTES, BatchArguments, OutputArrays, RowStates
+from kernels.cpu.launch import aligned as aligned_size
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES, pointer_at
 
 
@@ -25,6 +26,9 @@ class Batch(NamedTuple):
     order: Any
     steps: int
     tokens: int
+
+
+aligned = inner(aligned_size)
 
 
 @inner
@@ -125,8 +129,7 @@ def tokens_by_step(batch: Batch, reverse: int, tokens: Any) -> None:
     running = len(batch.order)
     written = 0
     for step in range(batch.steps):
-        while row_steps(batch, running - 1) <= step:
-            running -= 1
+        running = still_running(batch, running, step)
         for row in batch.order[:running]:
             tokens[written] = batch.offsets[row + 1] - 1 - step if reverse else batch.offsets[row] + step
             written += 1

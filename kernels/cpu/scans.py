@@ -7,15 +7,14 @@ of its last step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils
 
-from kernels.cpu.compiled import Codegen, inner, llvm_code
+from kernels.cpu.compiled import inner
 from kernels.cpu.storage import FLOAT32
-from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
+from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index, vector_code
 from kernels.scan.forms import CANDIDATES, FORMS, IDENTITY, POSITIVE, TANH, ScanForm
 
 
@@ -28,24 +27,24 @@ ACTIVATED: dict[str, Callable[[Vectors, ir.Value], ir.Value]] = {IDENTITY: lambd
 """The activations of a candidate besides tanh."""
 
 
-@llvm_code
+@vector_code
 def scan(
-    _typing: Any,
-    form: Any,
-    quiet: Any,
-    steps: Any,
-    units: Any,
-    early: Any,
-    early_step: Any,
-    late: Any,
-    late_step: Any,
-    skip: Any,
-    skip_step: Any,
-    factors: Any,
-    width: Any,
-    scale: Any,
-    cell: Any,
-) -> tuple[Any, Codegen]:
+    code: Vectors,
+    form: ir.Value,
+    quiet: ir.Value,
+    steps: ir.Value,
+    units: ir.Value,
+    early: ir.Value,
+    early_step: ir.Value,
+    late: ir.Value,
+    late_step: ir.Value,
+    skip: ir.Value,
+    skip_step: ir.Value,
+    factors: ir.Value,
+    width: ir.Value,
+    scale: ir.Value,
+    cell: ir.Value,
+) -> None:
     """Advance the cells of a row by `steps` steps, and write the hidden vectors of all steps but the first `quiet`.
 
     form: a number of FORMS; units: a multiple of LANES; early: blocks of the first step, `units` numbers each, of which the
@@ -54,24 +53,18 @@ def scan(
     later, in the reset gate; scale: one number, of the skip; cell: (units,), which changes. All but numbers are addresses of
     float32 numbers.
     """
+    builder = code.builder
+    arrays = [code.pointer(address, FLOAT) for address in (early, late, skip, factors, cell)]
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        form, quiet, steps, units, early, early_step, late, late_step, skip, skip_step, factors, width, scale, cell = arguments
-        code = Vectors(builder)
-        arrays = [code.pointer(address, FLOAT) for address in (early, late, skip, factors, cell)]
+    def emit(number: int) -> None:
+        row = _Row(code, FORMS[number], units, width, code.pointer(scale, FLOAT), *arrays)
+        with cgutils.for_range(builder, quiet, intp=quiet.type) as loop:
+            row.emit_cells(builder.mul(loop.index, early_step))
+        with cgutils.for_range(builder, builder.sub(steps, quiet), intp=quiet.type) as loop:
+            first = builder.mul(builder.add(loop.index, quiet), early_step)
+            row.emit_hidden(first, builder.mul(loop.index, late_step), builder.mul(loop.index, skip_step))
 
-        def emit(number: int) -> None:
-            row = _Row(code, FORMS[number], units, width, code.pointer(scale, FLOAT), *arrays)
-            with cgutils.for_range(builder, quiet, intp=quiet.type) as loop:
-                row.emit_cells(builder.mul(loop.index, early_step))
-            with cgutils.for_range(builder, builder.sub(steps, quiet), intp=quiet.type) as loop:
-                first = builder.mul(builder.add(loop.index, quiet), early_step)
-                row.emit_hidden(first, builder.mul(loop.index, late_step), builder.mul(loop.index, skip_step))
-
-        for_each_case(builder, form, range(len(FORMS)), emit)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 14), codegen
+    for_each_case(builder, form, range(len(FORMS)), emit)
 
 
 class _Row:
@@ -157,25 +150,19 @@ def stored_bytes(storage: int) -> int:
     return 4 if storage == FLOAT32 else 2
 
 
-@llvm_code
-def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, target: Any) -> tuple[Any, Codegen]:
+@vector_code
+def add_stored(code: Vectors, storage: ir.Value, source: ir.Value, count: ir.Value, base: ir.Value, target: ir.Value) -> None:
     """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: whole vectors of float32, which may be the
     same."""
+    builder = code.builder
+    base_at, target_at = code.pointer(base, FLOAT), code.pointer(target, FLOAT)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        storage, source, count, base, target = arguments
-        code = Vectors(builder)
-        base_at, target_at = code.pointer(base, FLOAT), code.pointer(target, FLOAT)
+    def emit(stored: int) -> None:
+        source_at = code.pointer(source, STORED[stored])
 
-        def emit(stored: int) -> None:
-            source_at = code.pointer(source, STORED[stored])
+        def add(values: ir.Value, at: ir.Value) -> None:
+            code.store(builder.fadd(code.load(base_at, at), values), target_at, at)
 
-            def add(values: ir.Value, at: ir.Value) -> None:
-                code.store(builder.fadd(code.load(base_at, at), values), target_at, at)
+        code.for_each_vector(source_at, count, add, stored)
 
-            code.for_each_vector(source_at, count, add, stored)
-
-        for_each_case(builder, storage, tuple(STORED), emit)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    for_each_case(builder, storage, tuple(STORED), emit)

@@ -8,6 +8,7 @@ are float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
@@ -251,6 +252,20 @@ def for_each_case(builder: ir.IRBuilder, value: ir.Value, cases: Sequence[int], 
         emit(case)
         builder.branch(end)
     builder.position_at_end(end)
+
+
+def vector_code(emit: Callable[..., None]) -> Any:
+    """Return a function for compiled code that is written in operations on vectors. emit: from (vectors, *arguments); all are int64."""
+
+    @wraps(emit)  # the names of the arguments
+    def function(_typing: Any, *arguments: Any) -> tuple[Any, Codegen]:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> ir.Value:
+            emit(Vectors(builder), *values)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * len(arguments)), codegen
+
+    return llvm_code(function)
 
 
 @llvm_code

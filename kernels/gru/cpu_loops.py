@@ -7,102 +7,88 @@ step first compute the reset and update gates of all units, and then the new gat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.gated_loops import GatedStep, gated_loop, tiles_of
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
 from kernels.cpu.products import vector_bytes
-from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, Vectors, index
+from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, Vectors, index, vector_code
 
 BLOCKS = 3
 RESET_AND_UPDATE = 2
 """Gates that a tile computes together with the reset before the product. The new gate follows in tiles of its own."""
 
 
-@llvm_code
+@vector_code
 def update_hidden(
-    _typing: Any, rows: Any, gates: Any, new_inputs: Any, offsets: Any, bias: Any, before: Any, after: Any, width: Any
-) -> tuple[Any, Codegen]:
+    code: Vectors,
+    rows: ir.Value,
+    gates: ir.Value,
+    new_inputs: ir.Value,
+    offsets: ir.Value,
+    bias: ir.Value,
+    before: ir.Value,
+    after: ir.Value,
+    width: ir.Value,
+) -> None:
     """Write the new hidden state of LANES units of each row of a tile, with the reset after the product.
 
     gates: (rows, BLOCKS, LANES) float32, the reset and update gates before their activation and the product of the new gate
     without its bias; new_inputs, offsets: the inputs of the new gate and where each row's begin, int64; bias: of the product of
     the new gate; before, after: rows with `width` numbers from row to row. All but numbers are addresses.
     """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        rows, gates, new_inputs, offsets, bias, before, after, width = arguments
-        code = Vectors(builder)
-        offsets_at = code.pointer(offsets, LONG)
-        gates_at, inputs_at, bias_at, before_at, after_at = (
-            code.pointer(address, FLOAT) for address in (gates, new_inputs, bias, before, after)
-        )
-        recurrent_bias = code.load(bias_at, index(0))
-        with cgutils.for_range(builder, rows, intp=rows.type) as loop:
-            first, row_at = builder.mul(loop.index, index(BLOCKS * LANES)), builder.mul(loop.index, width)
-            reset, update, product = (code.load(gates_at, builder.add(first, index(block * LANES))) for block in range(BLOCKS))
-            new_input = code.load(inputs_at, builder.load(builder.gep(offsets_at, [loop.index])))
-            reset_product = builder.fdiv(builder.fadd(product, recurrent_bias), code.sigmoid_divisor(reset))
-            new = code.tanh(builder.fadd(new_input, reset_product))
-            code.store(_emit_mix(code, code.load(before_at, row_at), new, update), after_at, row_at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
+    builder = code.builder
+    offsets_at = code.pointer(offsets, LONG)
+    gates_at, inputs_at, bias_at, before_at, after_at = (
+        code.pointer(address, FLOAT) for address in (gates, new_inputs, bias, before, after)
+    )
+    recurrent_bias = code.load(bias_at, index(0))
+    with cgutils.for_range(builder, rows, intp=rows.type) as loop:
+        first, row_at = builder.mul(loop.index, index(BLOCKS * LANES)), builder.mul(loop.index, width)
+        reset, update, product = (code.load(gates_at, builder.add(first, index(block * LANES))) for block in range(BLOCKS))
+        new_input = code.load(inputs_at, builder.load(builder.gep(offsets_at, [loop.index])))
+        reset_product = builder.fdiv(builder.fadd(product, recurrent_bias), code.sigmoid_divisor(reset))
+        new = code.tanh(builder.fadd(new_input, reset_product))
+        code.store(_emit_mix(code, code.load(before_at, row_at), new, update), after_at, row_at)
 
 
-@llvm_code
+@vector_code
 def reset_hidden(
-    _typing: Any, rows: Any, gates: Any, before: Any, updates: Any, reset_states: Any, width: Any
-) -> tuple[Any, Codegen]:
+    code: Vectors, rows: ir.Value, gates: ir.Value, before: ir.Value, updates: ir.Value, reset_states: ir.Value, width: ir.Value
+) -> None:
     """Write the update gates of a tile, before their activation, and its hidden state times the reset gate.
 
     gates: (rows, RESET_AND_UPDATE, LANES) float32, before their activation; before, updates, reset_states: rows with `width`
     numbers from row to row. All but numbers are addresses.
     """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        rows, gates, before, updates, reset_states, width = arguments
-        code = Vectors(builder)
-        gates_at, before_at, updates_at, reset_at = (
-            code.pointer(address) for address in (gates, before, updates, reset_states)
-        )
-        with cgutils.for_range(builder, rows, intp=rows.type) as loop:
-            first, row_at = builder.mul(loop.index, index(RESET_AND_UPDATE * LANES)), builder.mul(loop.index, width)
-            reset, update = code.load(gates_at, first), code.load(gates_at, builder.add(first, index(LANES)))
-            code.store(builder.fdiv(code.load(before_at, row_at), code.sigmoid_divisor(reset)), reset_at, row_at)
-            code.store(update, updates_at, row_at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    builder = code.builder
+    gates_at, before_at, updates_at, reset_at = (code.pointer(address) for address in (gates, before, updates, reset_states))
+    with cgutils.for_range(builder, rows, intp=rows.type) as loop:
+        first, row_at = builder.mul(loop.index, index(RESET_AND_UPDATE * LANES)), builder.mul(loop.index, width)
+        reset, update = code.load(gates_at, first), code.load(gates_at, builder.add(first, index(LANES)))
+        code.store(builder.fdiv(code.load(before_at, row_at), code.sigmoid_divisor(reset)), reset_at, row_at)
+        code.store(update, updates_at, row_at)
 
 
-@llvm_code
-def mix_hidden(_typing: Any, rows: Any, gates: Any, before: Any, updates: Any, after: Any, width: Any) -> tuple[Any, Codegen]:
+@vector_code
+def mix_hidden(
+    code: Vectors, rows: ir.Value, gates: ir.Value, before: ir.Value, updates: ir.Value, after: ir.Value, width: ir.Value
+) -> None:
     """Write the new hidden state of LANES units of each row of a tile.
 
     gates: (rows, LANES) float32, the new gate before its activation; before, updates, after: rows with `width` numbers from row
     to row, the updates before their activation. All but numbers are addresses.
     """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        rows, gates, before, updates, after, width = arguments
-        code = Vectors(builder)
-        gates_at, before_at, updates_at, after_at = (code.pointer(address) for address in (gates, before, updates, after))
-        with cgutils.for_range(builder, rows, intp=rows.type) as loop:
-            row_at = builder.mul(loop.index, width)
-            new = code.tanh(code.load(gates_at, builder.mul(loop.index, index(LANES))))
-            mixed = _emit_mix(code, code.load(before_at, row_at), new, code.load(updates_at, row_at))
-            code.store(mixed, after_at, row_at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    builder = code.builder
+    gates_at, before_at, updates_at, after_at = (code.pointer(address) for address in (gates, before, updates, after))
+    with cgutils.for_range(builder, rows, intp=rows.type) as loop:
+        row_at = builder.mul(loop.index, width)
+        new = code.tanh(code.load(gates_at, builder.mul(loop.index, index(LANES))))
+        mixed = _emit_mix(code, code.load(before_at, row_at), new, code.load(updates_at, row_at))
+        code.store(mixed, after_at, row_at)
 
 
 def _emit_mix(code: Vectors, hidden: ir.Value, new: ir.Value, update: ir.Value) -> ir.Value:

@@ -19,7 +19,7 @@ def gru(x: Ragged, weights: GRUWeights, state: HiddenState | None, *, want: Outp
     gate, activation = weights.activations
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
         for t in range(begin, end):
-            product = reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights)
+            product = reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights.epsilon)
             r, z = gate(clipped(gates[t, : 2 * size] + product[: 2 * size], weights.clip)).chunk(2)
             if weights.recurrent_bias is None:
                 n = gates[t, 2 * size :] + (r * hidden[row]) @ weights.recurrent[:, 2 * size :]

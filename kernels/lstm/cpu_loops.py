@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
+from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.gated_loops import GatedStep, gated_loop, tiles_of
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
-from kernels.cpu.vectors import LANES, Vectors, index
+from kernels.cpu.vectors import LANES, Vectors, index, vector_code
 from kernels.lstm.types import LSTMWeights
 
 BLOCKS = len(LSTMWeights.gates)
 
 
-@llvm_code
-def update_cells(_typing: Any, rows: Any, gates: Any, cells: Any, hidden: Any, width: Any) -> tuple[Any, Codegen]:
+@vector_code
+def update_cells(code: Vectors, rows: ir.Value, gates: ir.Value, cells: ir.Value, hidden: ir.Value, width: ir.Value) -> None:
     """Update LANES cells of each row of a tile and write their hidden state.
 
     gates: (rows, BLOCKS, LANES) float32, the gates before their activation; cells, hidden: rows with `width` numbers from row
     to row. All but numbers are addresses.
     """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        rows, gates, cells, hidden, width = arguments
-        code = Vectors(builder)
-        gates_at, cells_at, hidden_at = (code.pointer(address) for address in (gates, cells, hidden))
-        with cgutils.for_range(builder, rows, intp=rows.type) as loop:
-            first, row_at = builder.mul(loop.index, index(BLOCKS * LANES)), builder.mul(loop.index, width)
-            sums = [code.load(gates_at, builder.add(first, index(block * LANES))) for block in range(BLOCKS)]
-            new_cell, new_hidden = _emit_cell(code, sums, code.load(cells_at, row_at))
-            code.store(new_cell, cells_at, row_at)
-            code.store(new_hidden, hidden_at, row_at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    builder = code.builder
+    gates_at, cells_at, hidden_at = (code.pointer(address) for address in (gates, cells, hidden))
+    with cgutils.for_range(builder, rows, intp=rows.type) as loop:
+        first, row_at = builder.mul(loop.index, index(BLOCKS * LANES)), builder.mul(loop.index, width)
+        sums = [code.load(gates_at, builder.add(first, index(block * LANES))) for block in range(BLOCKS)]
+        new_cell, new_hidden = _emit_cell(code, sums, code.load(cells_at, row_at))
+        code.store(new_cell, cells_at, row_at)
+        code.store(new_hidden, hidden_at, row_at)
 
 
 def _emit_cell(code: Vectors, gates: Sequence[ir.Value], cell: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -20,12 +20,14 @@ def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None, *, want: Outp
     peephole = cell.new_zeros(3 * weights.hidden) if weights.peephole is None else weights.peephole
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
         for t in range(begin, end):
-            i, f, g, o = (gates[t] + reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights)).chunk(4)
+            i, f, g, o = (
+                gates[t] + reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights.epsilon)
+            ).chunk(4)
             i, f = i + peephole.chunk(3)[0] * cell[row], f + peephole.chunk(3)[1] * cell[row]
             new = gate(clipped(f, weights.clip)) * cell[row] + gate(clipped(i, weights.clip)) * activation(
                 clipped(g, weights.clip)
             )
-            cell[row] = reference_norm(new, weights.cell_norm, weights)
+            cell[row] = reference_norm(new, weights.cell_norm, weights.epsilon)
             o = o + peephole.chunk(3)[2] * cell[row]
             output = gate(clipped(o, weights.clip)) * output_activation(cell[row])
             hidden[row] = output if weights.projection is None else output @ weights.projection

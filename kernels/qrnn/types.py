@@ -80,7 +80,27 @@ class QRNNWeights(LayerWeights):
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
         are inconsistent."""
-        return _columns(self)
+        if self.pooling not in POOLINGS:
+            raise ContractError(f"weights.pooling is {self.pooling!r}, expected one of {', '.join(POOLINGS)}")
+        activations = [*ACTIVATIONS] if self.pooling == "f" else [TANH]
+        if self.activation not in activations:
+            raise ContractError(f"weights.activation is {self.activation!r}, expected one of {', '.join(activations)}")
+        check_shape("weights.bias", self.bias, (None,))
+        blocks = POOLINGS[self.pooling] * self.hidden
+        check_shape("weights.bias", self.bias, (blocks,))
+        if self.tables is not None:
+            check_absent(self, ("input",), "the data are ids")
+        name, taps = ("input", self.input) if self.tables is None else ("tables", self.tables)
+        if taps is None:
+            return blocks
+        check_shape(f"weights.{name}", taps, (None, None, blocks))
+        if self.window < 1:
+            raise ContractError(f"weights.{name} has a window of 0 steps, expected at least the present step")
+        if self.tables is None:
+            return taps.shape[1]
+        if not taps.shape[1]:
+            raise ContractError("weights.tables has no rows, expected at least the row of padding")
+        return None
 
     def folded(self, embedding: Tensor) -> QRNNWeights:
         assert self.input is not None
@@ -126,27 +146,3 @@ def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None
     check_shape("state.left", state.left, (entries, before) if columns is None else (entries, before, columns))
     if columns is None and state.left.dtype != torch.int64:
         raise ContractError(f"state.left is {state.left.dtype}, expected rows of weights.tables: torch.int64")
-
-
-def _columns(weights: QRNNWeights) -> int | None:
-    if weights.pooling not in POOLINGS:
-        raise ContractError(f"weights.pooling is {weights.pooling!r}, expected one of {', '.join(POOLINGS)}")
-    activations = [*ACTIVATIONS] if weights.pooling == "f" else [TANH]
-    if weights.activation not in activations:
-        raise ContractError(f"weights.activation is {weights.activation!r}, expected one of {', '.join(activations)}")
-    check_shape("weights.bias", weights.bias, (None,))
-    blocks = POOLINGS[weights.pooling] * weights.hidden
-    check_shape("weights.bias", weights.bias, (blocks,))
-    if weights.tables is not None:
-        check_absent(weights, ("input",), "the data are ids")
-    name, taps = ("input", weights.input) if weights.tables is None else ("tables", weights.tables)
-    if taps is None:
-        return blocks
-    check_shape(f"weights.{name}", taps, (None, None, blocks))
-    if weights.window < 1:
-        raise ContractError(f"weights.{name} has a window of 0 steps, expected at least the present step")
-    if weights.tables is None:
-        return taps.shape[1]
-    if not taps.shape[1]:
-        raise ContractError("weights.tables has no rows, expected at least the row of padding")
-    return None

@@ -18,7 +18,7 @@ def rnn(x: Ragged, weights: RNNWeights, state: HiddenState | None, *, want: Outp
     (activation,) = weights.activations
     for row, (begin, end) in enumerate(pairwise(x.offsets.tolist())):
         for t in range(begin, end):
-            product = reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights)
+            product = reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights.epsilon)
             hidden[row] = activation(clipped(gates[t] + product, weights.clip))
             steps[t] = hidden[row]
     return select_outputs(steps, x.offsets, want, last=hidden, state=HiddenState(hidden))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kernels.cpu.compiled import Compiled
 from kernels.cpu.int8 import rows_of_product
-from kernels.cpu.products import aligned, product
-from kernels.cpu.rows import longs
+from kernels.cpu.products import product
+from kernels.cpu.rows import aligned, longs
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
 
 

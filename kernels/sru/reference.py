@@ -7,9 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.norm import EPSILON
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.reference import select_outputs
+from kernels.reference import reference_norm, select_outputs
 from kernels.sru.types import SRUState, SRUWeights
 
 
@@ -42,9 +41,6 @@ def _blocks(data: Tensor, weights: SRUWeights) -> Tensor:
         return weights.table[data.long()]
     if weights.input is None:
         return data
-    if weights.norm is not None:
-        gain, offset = weights.norm
-        centred = data - data.mean(1, keepdim=True)
-        data = centred / (centred.square().mean(1, keepdim=True) + EPSILON).sqrt() * gain + offset
+    data = reference_norm(data, weights.norm)
     projected = data if weights.projection is None else data @ weights.projection
     return projected @ weights.input

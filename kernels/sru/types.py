@@ -69,7 +69,34 @@ class SRUWeights(LayerWeights):
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids and blocks. The first access checks these shapes and raises ContractError if they
         are inconsistent."""
-        return _columns(self)
+        check_shape("weights.bias", self.bias, (None,))
+        hidden = self.hidden
+        check_shape("weights.bias", self.bias, (2 * hidden,))
+        if self.cell is not None:
+            check_shape("weights.cell", self.cell, (2 * hidden,))
+        if self.table is not None:
+            _check_blocks("weights.table", self.table, hidden)
+            check_absent(self, ("input", "projection", "skip_from", "norm"), "the data are ids")
+            return None
+        if self.input is None:
+            check_absent(self, ("projection", "skip_from", "norm"), "the data are already the product with weights.input")
+            return None
+        _check_blocks("weights.input", self.input, hidden)
+        columns = self.input.shape[0]
+        if self.projection is not None:
+            check_shape("weights.projection", self.projection, (None, columns))
+            columns = self.projection.shape[0]
+        if self.norm is not None:
+            check_shape("weights.norm", self.norm, (2, columns))
+        if self.skip_from is not None:
+            if self.input.shape[1] == 4 * hidden:
+                raise ContractError("weights.skip_from must be None because weights.input has a skip block")
+            if not 0 <= self.skip_from <= columns - hidden:
+                raise ContractError(
+                    f"weights.skip_from is {self.skip_from}, expected 0 to {columns - hidden}: "
+                    f"the skip takes {hidden} of the data's {columns} columns"
+                )
+        return columns
 
     @cached_property
     def form(self) -> dict[str, Any]:
@@ -119,37 +146,6 @@ def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
         check_data(x, columns)
     if state is not None:
         check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))
-
-
-def _columns(weights: SRUWeights) -> int | None:
-    check_shape("weights.bias", weights.bias, (None,))
-    hidden = weights.hidden
-    check_shape("weights.bias", weights.bias, (2 * hidden,))
-    if weights.cell is not None:
-        check_shape("weights.cell", weights.cell, (2 * hidden,))
-    if weights.table is not None:
-        _check_blocks("weights.table", weights.table, hidden)
-        check_absent(weights, ("input", "projection", "skip_from", "norm"), "the data are ids")
-        return None
-    if weights.input is None:
-        check_absent(weights, ("projection", "skip_from", "norm"), "the data are already the product with weights.input")
-        return None
-    _check_blocks("weights.input", weights.input, hidden)
-    columns = weights.input.shape[0]
-    if weights.projection is not None:
-        check_shape("weights.projection", weights.projection, (None, columns))
-        columns = weights.projection.shape[0]
-    if weights.norm is not None:
-        check_shape("weights.norm", weights.norm, (2, columns))
-    if weights.skip_from is not None:
-        if weights.input.shape[1] == 4 * hidden:
-            raise ContractError("weights.skip_from must be None because weights.input has a skip block")
-        if not 0 <= weights.skip_from <= columns - hidden:
-            raise ContractError(
-                f"weights.skip_from is {weights.skip_from}, expected 0 to {columns - hidden}: "
-                f"the skip takes {hidden} of the data's {columns} columns"
-            )
-    return columns
 
 
 def _check_blocks(name: str, array: Tensor, hidden: int) -> None:

@@ -13,9 +13,9 @@ from kernels.bench.baselines.comparison import (
 )
 from kernels.bench.baselines.conv import CONV
 from kernels.bench.baselines.discrete import lstm_gates, lstm_steps
-from kernels.bench.baselines.layers import packed, packed_over_ids, padded, padded_over_ids
-from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
-from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
+from kernels.bench.baselines.layers import packed, padded
+from kernels.bench.baselines.packages import onnx_runtime, sru_package
+from kernels.bench.baselines.scans import qrnn_scan
 from kernels.bench.workload import FORMS, NEXT_STEPS, Workload
 from kernels.bench.workloads import in_figure, one_long_row
 
@@ -30,17 +30,16 @@ _STEP_PRODUCTS = Baseline(
 )
 _ONNX_RUNTIME = Baseline("onnxruntime", onnx_runtime, CPU, condition=lambda workload: workload.dtype == "float32")
 _OVER_IDS = (
-    Baseline("embedding, torch padded", padded_over_ids, CPU, over_ids=True),
-    Baseline("embedding, torch packed", packed_over_ids, CPU, over_ids=True),
-    Baseline("embedding, onnxruntime", onnx_runtime_over_ids, CPU, over_ids=True),
+    Baseline("embedding, torch padded", padded, CPU, over_ids=True),
+    Baseline("embedding, torch packed", packed, CPU, over_ids=True),
+    Baseline("embedding, onnxruntime", onnx_runtime, CPU, over_ids=True),
 )
 
 # On a GPU they take the same time for every size: milliseconds of host time.
 _SLOW = "its loop has a thousand launches or more, and capturing them takes longer than timing"
 _LSTM_LOOPS = (
-    Baseline("torch by step", lstm_steps, CPU),
-    Baseline("torch by step", lstm_steps, CUDA, _SLOW, lambda workload: workload.hidden == 512),
-    Baseline("torch by gate", lstm_gates, ("cpu", "cuda"), _SLOW, lambda work: (work.rows, work.hidden) == (1, 512)),
+    Baseline("torch by step", lstm_steps, CUDA, _SLOW, lambda work: (work.rows, work.hidden) == (1, 512)),
+    Baseline("torch by gate", lstm_gates, CUDA, _SLOW, lambda work: (work.rows, work.hidden) == (1, 512)),
 )
 
 
@@ -55,10 +54,10 @@ def _small_or_one_long_row(workload: Workload) -> bool:
 
 _DEFAULT_STREAM = "its kernel is launched on the default stream"
 _SRU_PACKAGE = Baseline("sru package", sru_package, eager_only=_DEFAULT_STREAM, condition=_small_or_one_long_row)
-_SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package_over_ids, CPU, over_ids=True)
+_SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package, CPU, over_ids=True)
 _QRNN_SCANS = (
     Baseline("torch gates, scan", qrnn_scan, CPU),
-    Baseline("embedding, torch gates, scan", qrnn_scan_over_ids, CPU, over_ids=True),
+    Baseline("embedding, torch gates, scan", qrnn_scan, CPU, over_ids=True),
 )
 _FIRST_SRU_PACKAGE = Baseline("sru package v1", first_sru_package, CUDA, _DEFAULT_STREAM, one_long_row)
 _ON_CUDA = (

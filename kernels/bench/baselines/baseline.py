@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pad_sequence
 
-from kernels.bench.agreement import ExpectedAnswer
-from kernels.bench.case import BenchCase
+from kernels.bench.agreement import ExpectedAnswer, expected_answer
+from kernels.bench.case import BenchCase, embedded_case
 from kernels.bench.workload import ENCODER, NEXT_STEPS, WITHOUT_BASELINES, Workload
 
 
@@ -72,15 +73,27 @@ def optional_package(package: str, install: str) -> Any:
 
 
 def pad(case: BenchCase, at_least: int = 0) -> Tensor:
-    """Return (longest, rows, inputs) with at least this many steps: time first, zeros after the end of each row."""
+    """Return (longest, rows, inputs), or (longest, rows) token ids, with at least this many steps: time first, zeros after each row."""
     padded = pad_sequence(list(torch.split(case.x.data, case.lengths)))
-    missing = max(at_least - padded.shape[0], 0)
-    return torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, missing)).contiguous()
+    missing = at_least - padded.shape[0]
+    return functional.pad(padded, (0, 0, 0, 0, 0, missing)) if missing > 0 else padded
 
 
-def pad_ids(case: BenchCase) -> Tensor:
-    """Return the token ids as (longest, rows), with id 0 after the end of each row."""
-    return pad_sequence(list(torch.split(case.x.data, case.lengths)))
+def embedded(case: BenchCase) -> tuple[BenchCase, Callable[[Any], Any], ExpectedAnswer | None]:
+    """Return the layer that a baseline runs, a function from its padded or packed data to vectors, and its answer if it is not ours.
+
+    Over token ids, the function looks up an embedding, and the layer runs over its vectors. Otherwise it changes nothing.
+    """
+    if case.workload.kind != "folded":
+        return case, lambda data: data, None
+    embedding, over_vectors = embedded_case(case)
+
+    def vectors(ids: Any) -> Any:
+        if isinstance(ids, PackedSequence):
+            return ids._replace(data=functional.embedding(ids.data, embedding))
+        return functional.embedding(ids, embedding)
+
+    return over_vectors, vectors, expected_answer(over_vectors)
 
 
 def last(case: BenchCase) -> Callable[[Tensor], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,13 +20,17 @@ from kernels.bench.workload import EMBEDDED, STACKS, Workload
 from kernels.conv.types import ConvBlock, ConvWeights
 
 
-def conv1d(case: BenchCase) -> TimedCall:
-    return _over(case, channels_last=False)
-
-
-def channels_last(case: BenchCase) -> TimedCall:
-    """Data and filters with contiguous channels in memory, and the same shapes."""
-    return _over(case, channels_last=True)
+def conv1d(case: BenchCase, channels_last: bool = False) -> TimedCall:
+    """channels_last: data and filters with contiguous channels in memory, and the same shapes."""
+    layers: tuple[ConvWeights, ...] = case.weights
+    data = _in_layout(pad(case, at_least=max(layer.reach for layer in layers)).permute(1, 0, 2), channels_last)
+    if case.want == "max":
+        return _pooled(case, lambda: data, data.shape[2], channels_last)
+    (layer,) = layers
+    taps, inside = _filters(layer, channels_last), _until(case, case.lengths, data.shape[2])
+    return TimedCall(
+        lambda: library(data, taps, layer.bias, padding=layer.left).relu_(), lambda answer: answer.transpose(1, 2)[inside]
+    )
 
 
 def embedding_and_conv1d(case: BenchCase) -> TimedCall:
@@ -61,18 +66,6 @@ def layer_by_layer(case: BenchCase) -> TimedCall:
         return TimedCall(run, lambda answer: answer.transpose(1, 2)[inside])
     last = torch.tensor(case.lengths, device=data.device)[:, None, None] - 1
     return TimedCall(lambda: run().take_along_dim(last, dim=2)[..., 0])
-
-
-def _over(case: BenchCase, channels_last: bool) -> TimedCall:
-    layers: tuple[ConvWeights, ...] = case.weights
-    data = _in_layout(pad(case, at_least=max(layer.reach for layer in layers)).permute(1, 0, 2), channels_last)
-    if case.want == "max":
-        return _pooled(case, lambda: data, data.shape[2], channels_last)
-    (layer,) = layers
-    taps, inside = _filters(layer, channels_last), _until(case, case.lengths, data.shape[2])
-    return TimedCall(
-        lambda: library(data, taps, layer.bias, padding=layer.left).relu_(), lambda answer: answer.transpose(1, 2)[inside]
-    )
 
 
 def _pooled(case: BenchCase, data: Callable[[], Tensor], longest: int, channels_last: bool) -> TimedCall:
@@ -131,5 +124,5 @@ CONV = (
     Baseline("torch conv1d", conv1d, condition=_over_vectors),
     Baseline("torch conv1d", embedding_and_conv1d, condition=_over_ids),
     Baseline("torch conv1d", layer_by_layer, condition=lambda workload: workload.kind in STACKS),
-    Baseline("channels last", channels_last, condition=_over_vectors),
+    Baseline("channels last", partial(conv1d, channels_last=True), condition=_over_vectors),
 )

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kernels.bench.baselines.baseline import TimedCall, last, pad
+from kernels.bench.baselines.baseline import TimedCall, pad
 from kernels.bench.case import BenchCase
 from kernels.lstm.types import LSTMWeights
 
@@ -29,7 +29,7 @@ def lstm_steps(case: BenchCase) -> TimedCall:
         return hidden, torch.stack((hidden, cell))
 
     data = pad(case)
-    return _loop(case, data, step, data.new_zeros(2, data.shape[1], weights.hidden))
+    return _loop(data, step, data.new_zeros(2, data.shape[1], weights.hidden))
 
 
 def lstm_gates(case: BenchCase) -> TimedCall:
@@ -48,7 +48,7 @@ def lstm_gates(case: BenchCase) -> TimedCall:
 
     data = pad(case)
     start = data.new_zeros(data.shape[1], weights.hidden)
-    return _loop(case, data, step, (start, start))
+    return _loop(data, step, (start, start))
 
 
 def lstm_cell(
@@ -68,14 +68,13 @@ def lstm_cell(
     return torch.mul(torch.sigmoid(o), torch.tanh(cell), out=into[0]), cell
 
 
-def _loop(case: BenchCase, data: Tensor, step: Step[State], start: State) -> TimedCall:
-    take = last(case)
+def _loop(data: Tensor, step: Step[State], start: State) -> TimedCall:
+    """Return a call that runs all steps of rows with equal lengths, and returns the last hidden vectors."""
 
     def run() -> Tensor:
-        state, hidden = start, []
+        state = start
         for x in data:
-            h, state = step(x, state)
-            hidden.append(h)
-        return take(torch.stack(hidden)) if case.ragged else h
+            hidden, state = step(x, state)
+        return hidden
 
     return TimedCall(run)

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from kernels.bench.agreement import expected_answer
-from kernels.bench.baselines.baseline import TimedCall, last, pad, pad_ids
-from kernels.bench.case import BenchCase, embedded_case
+from kernels.bench.baselines.baseline import TimedCall, embedded, last, pad
+from kernels.bench.case import BenchCase
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
 from kernels.ragged import state_arrays
@@ -22,14 +20,15 @@ def padded(case: BenchCase) -> TimedCall:
 
     States are gathered from their slots before the clock starts, and stay as the layer returns them.
     """
-    layer, data = _layer(case), pad(case)
+    over_vectors, vectors, expected = embedded(case)
+    layer, data = _layer(over_vectors), pad(case)
     if case.workload.directions == 2:
         assert not case.ragged, "the backward direction would begin in the padding"
         return TimedCall(lambda: _last_state(layer, data))
     if case.want == "steps":
         return TimedCall(lambda: layer(data)[0], lambda steps: steps.transpose(0, 1).flatten(0, 1))
     take, state = last(case), _state(case)
-    return TimedCall(lambda: take(layer(data, state)[0]))
+    return TimedCall(lambda: take(layer(vectors(data), state)[0]), expected=expected)
 
 
 def _state(case: BenchCase) -> Any:
@@ -41,27 +40,11 @@ def _state(case: BenchCase) -> Any:
     return (hidden, *cell) if cell else hidden
 
 
-def padded_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of the padded token ids, then the layer."""
-    embedding, embedded = embedded_case(case)
-    layer, take, ids = _layer(embedded), last(case), pad_ids(case)
-    return TimedCall(lambda: take(layer(functional.embedding(ids, embedding))[0]), expected=expected_answer(embedded))
-
-
 def packed(case: BenchCase) -> TimedCall:
     """The data are packed before the clock starts."""
-    layer, data = _layer(case), pack_padded_sequence(pad(case), torch.tensor(case.lengths), enforce_sorted=False)
-    return TimedCall(lambda: _last_state(layer, data))
-
-
-def packed_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of token ids that are packed before the clock starts, then the layer."""
-    embedding, embedded = embedded_case(case)
-    layer, ids = _layer(embedded), pack_padded_sequence(pad_ids(case), torch.tensor(case.lengths), enforce_sorted=False)
-    return TimedCall(
-        lambda: _last_state(layer, ids._replace(data=functional.embedding(ids.data, embedding))),
-        expected=expected_answer(embedded),
-    )
+    over_vectors, vectors, expected = embedded(case)
+    layer, data = _layer(over_vectors), pack_padded_sequence(pad(case), torch.tensor(case.lengths), enforce_sorted=False)
+    return TimedCall(lambda: _last_state(layer, vectors(data)), expected=expected)
 
 
 def _last_state(layer: torch.nn.RNNBase, data: Tensor | PackedSequence) -> Tensor:

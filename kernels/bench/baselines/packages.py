@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kernels.bench.agreement import expected_answer
-from kernels.bench.baselines.baseline import MissingError, TimedCall, last, optional_package, pad, pad_ids
+from kernels.bench.baselines.baseline import MissingError, TimedCall, embedded, last, optional_package, pad
 from kernels.bench.baselines.layers import second_bias
-from kernels.bench.case import BenchCase, embedded_case
+from kernels.bench.case import BenchCase
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
 from kernels.sru.types import SRUWeights
@@ -22,20 +20,16 @@ ORDER = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
 
 
 def onnx_runtime(case: BenchCase) -> TimedCall:
-    session, lengths = _session(case)
-    feeds = {"X": pad(case).numpy(), **lengths}
-    return TimedCall(lambda: session.run(None, feeds), lambda answer: torch.from_numpy(answer[0][0]))
+    over_vectors, vectors, expected = embedded(case)
+    session, lengths = _session(over_vectors)
+    data = pad(case)
 
+    def feeds() -> dict[str, Any]:
+        return {"X": vectors(data).numpy(), **lengths}
 
-def onnx_runtime_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of the padded token ids by torch, then the layer."""
-    embedding, embedded = embedded_case(case)
-    session, lengths = _session(embedded)
-    ids = pad_ids(case)
+    prepared = feeds() if expected is None else None
     return TimedCall(
-        lambda: session.run(None, {"X": functional.embedding(ids, embedding).numpy(), **lengths}),
-        lambda answer: torch.from_numpy(answer[0][0]),
-        expected=expected_answer(embedded),
+        lambda: session.run(None, prepared or feeds()), lambda answer: torch.from_numpy(answer[0][0]), expected=expected
     )
 
 
@@ -51,15 +45,9 @@ def _session(case: BenchCase) -> tuple[Any, dict[str, Any]]:
 
 def sru_package(case: BenchCase) -> TimedCall:
     """Its operator for the CPU or kernel for the GPU. It also computes the padding, which follows each row and needs no mask."""
-    cell, data, take = _sru_cell(case), pad(case), last(case)
-    return TimedCall(lambda: take(cell(data)[0]))
-
-
-def sru_package_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of the padded token ids, then its operator."""
-    embedding, embedded = embedded_case(case)
-    cell, take, ids = _sru_cell(embedded), last(case), pad_ids(case)
-    return TimedCall(lambda: take(cell(functional.embedding(ids, embedding))[0]), expected=expected_answer(embedded))
+    over_vectors, vectors, expected = embedded(case)
+    cell, data, take = _sru_cell(over_vectors), pad(case), last(case)
+    return TimedCall(lambda: take(cell(vectors(data))[0]), expected=expected)
 
 
 def _sru_cell(case: BenchCase) -> Any:

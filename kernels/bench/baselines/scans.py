@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,11 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-from kernels.bench.agreement import expected_answer
-from kernels.bench.baselines.baseline import TimedCall, optional_package
-from kernels.bench.case import BenchCase, embedded_case
+from kernels.bench.baselines.baseline import TimedCall, embedded, optional_package
+from kernels.bench.case import BenchCase
 from kernels.qrnn.types import QRNNWeights
 
 Array = NDArray[np.float32]
@@ -22,19 +19,8 @@ Array = NDArray[np.float32]
 
 def qrnn_scan(case: BenchCase) -> TimedCall:
     """Over the tokens without padding."""
-    data = case.x.data
-    return _encoder(case, lambda: data)
-
-
-def qrnn_scan_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of the token ids, then the same computation."""
-    embedding, embedded = embedded_case(case)
-    call = _encoder(embedded, lambda: functional.embedding(case.x.data, embedding))
-    return TimedCall(call.run, expected=expected_answer(embedded))
-
-
-def _encoder(case: BenchCase, data: Callable[[], Tensor]) -> TimedCall:
-    weights: QRNNWeights = case.weights[0]
+    over_vectors, vectors, expected = embedded(case)
+    weights: QRNNWeights = over_vectors.weights[0]
     assert weights.input is not None and weights.pooling == "fo" and weights.window <= 2 and case.want == "last"
     matrix, hidden, window = weights.input.flatten(0, 1), weights.hidden, weights.window
     pool = _compiled(optional_package("numba", "install numba"))
@@ -42,7 +28,7 @@ def _encoder(case: BenchCase, data: Callable[[], Tensor]) -> TimedCall:
     firsts = case.x.offsets[:-1].long()
 
     def run() -> Tensor:
-        steps = data()
+        steps = vectors(case.x.data)
         if window == 2:
             before = steps.roll(1, 0)
             before[firsts] = 0
@@ -54,7 +40,7 @@ def _encoder(case: BenchCase, data: Callable[[], Tensor]) -> TimedCall:
         pool(gates.numpy(), offsets, last.numpy())
         return last
 
-    return TimedCall(run)
+    return TimedCall(run, expected=expected)
 
 
 def loops(gates: Array, offsets: NDArray[np.int32], last: Array) -> None:

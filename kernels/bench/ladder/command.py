@@ -30,19 +30,14 @@ def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, p
     text = _text(climbs, setting)
     print(f"\n{text}")
     if out is not None:
-        _write(out / setting.file_name("ladder"), text, climbs, setting)
+        name = setting.file_name("ladder")
+        write(out / f"{name}.jsonl", [record for result in climbs for record in report.records(result, setting)])
+        (out / f"{name}.txt").write_text(text)
+        print(f"written to {out / name}.txt")
     return 1 if any(result.wrong for result in climbs) else 0
 
 
 def _text(climbs: list[Climb], setting: Setting) -> str:
-    parts = [f"ladder on {setting}", report.TIMES, *map(report.table, climbs), report.published()]
+    parts = [f"ladder on {setting}", report.TIMES, *map(report.table, climbs)]
     lines = dict.fromkeys(line for result in climbs for line in (*result.skipped, *(f"WRONG: {each}" for each in result.wrong)))
     return "\n\n".join([*parts, "\n".join(lines)] if lines else parts) + "\n"
-
-
-def _write(path: Path, text: str, climbs: list[Climb], setting: Setting) -> None:
-    """Write the records and the text. path: without the ending, which differs."""
-    records = [record for result in climbs for record in report.records(result, setting)]
-    write(path.with_name(f"{path.name}.jsonl"), records)
-    path.with_name(f"{path.name}.txt").write_text(text)
-    print(f"written to {path}.txt")

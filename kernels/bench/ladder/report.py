@@ -13,19 +13,8 @@ from kernels.bench.timing import Spread
 TIMES = """\
 A time is that of one call, from its start on the host to the end of its work on the device, in microseconds: median (p10-p90).
 In a graph, the host launches one CUDA graph of the call. As called, it makes every launch itself; only rungs 9 and 10 are called in a
-graph, on a GPU. A speed-up is relative to the first rung with the same timing."""
-
-PUBLISHED = (
-    ("published", "device", "rungs here", "speed-up", "source"),
-    (
-        "optimisations in order, 4 layers",
-        "Tesla M40",
-        "1 to 7",
-        "1, 2.1, 2.8, 5.5, 6.3, 6.5, 11.1",
-        "Appleyard et al. 2016, arXiv 1604.01946",
-    ),
-    ("framework cell, cuDNN, own code", "Tesla P4", "1, 8, 10", "1, 29.5, 113.8", "unknown, as are the model and its size"),
-)
+graph, on a GPU. A speed-up is relative to the first rung with the same timing. The published speed-ups were measured in float32 on a
+Tesla M40 (Appleyard et al. 2016, arXiv 1604.01946)."""
 
 
 def table(climb: Climb) -> str:
@@ -34,11 +23,6 @@ def table(climb: Climb) -> str:
     lines = [heading, *(_line(climb, step) for step in climb.steps)]
     peak = "no peak was measured" if climb.peak is None else f"peak {2 * climb.peak / 1e6:.4g} TFLOP/s"
     return f"{climb.workload}; {peak}\n\n{aligned(lines)}"
-
-
-def published() -> str:
-    """Return the published ladders."""
-    return aligned(PUBLISHED)
 
 
 def records(climb: Climb, setting: Setting) -> Iterator[dict[str, Any]]:

@@ -18,68 +18,55 @@ from kernels.compile import cupy_installed
 
 COMBINED_STEPS = 5
 """Number of steps whose inputs are multiplied at once: of 2, 5, 10, 20 and 50 the fastest for the last plan, in float16 and in a graph."""
-
-Reason = str | None
+KERNELS = "CUDA kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One way to run the layers.
 
-    build: returns the call; skips: returns why a device cannot run it, or None; in_graph: on a GPU, it is called in a graph; published:
-    the speed-up over the first rung in Appleyard et al. 2016, on a Tesla M40 in float32.
+    build: returns the call; needs: what a CPU does not have, or nothing; in_graph: on a GPU, it is called in a graph; published: the
+    speed-up over the first rung in Appleyard et al. 2016, on a Tesla M40 in float32.
     """
 
     number: int
     name: str
     build: Callable[[BenchCase], TimedCall]
-    skips: Callable[[torch.device], Reason]
+    needs: str = ""
     in_graph: bool = False
     published: float | None = None
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
 
-
-def _nowhere(device: torch.device) -> Reason:
-    return None
-
-
-def _without_streams(device: torch.device) -> Reason:
-    return None if device.type == "cuda" else "a CPU has no streams"
+    def skips(self, device: torch.device) -> str | None:
+        """Return why a device cannot run it, or None."""
+        if self.needs and device.type != "cuda":
+            return f"a CPU has no {self.needs}"
+        return "CuPy is not installed" if self.needs == KERNELS and not cupy_installed() else None
 
 
-def _without_kernels(device: torch.device) -> Reason:
-    if device.type != "cuda":
-        return "its kernel needs an NVIDIA GPU"
-    return None if cupy_installed() else "CuPy is not installed"
-
-
-def _without_graphs(device: torch.device) -> Reason:
-    return None if device.type == "cuda" else "a CPU has no CUDA graphs"
-
-
-OPTIMISATIONS: tuple[tuple[str, dict[str, Any], Callable[[torch.device], Reason], float], ...] = (
-    # Name, additions to the plan of the rung before, devices that skip it, published speed-up.
-    ("products and operations by gate", {}, _nowhere, 1.0),
-    ("one product for all gates", {"one_product": True}, _nowhere, 2.1),
-    ("two streams", {"two_streams": True}, _without_streams, 2.8),
-    ("fused pointwise operations", {"fused": True}, _without_kernels, 5.5),
-    ("transposed weights", {"transposed": True}, _nowhere, 6.3),
-    ("inputs of several steps at once", {"combined_steps": COMBINED_STEPS}, _nowhere, 6.5),
-    ("layers side by side", {"wavefront": True}, _without_streams, 11.1),
+OPTIMISATIONS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
+    # Name, additions to the plan of the rung before, what they need, published speed-up.
+    ("products and operations by gate", {}, "", 1.0),
+    ("one product for all gates", {"one_product": True}, "", 2.1),
+    ("two streams", {"two_streams": True}, "streams", 2.8),
+    ("fused pointwise operations", {"fused": True}, KERNELS, 5.5),
+    ("transposed weights", {"transposed": True}, "", 6.3),
+    ("inputs of several steps at once", {"combined_steps": COMBINED_STEPS}, "", 6.5),
+    ("layers side by side", {"wavefront": True}, "streams", 11.1),
 )
 
 
 def _rungs() -> Iterator[Rung]:
     plan = LadderPlan()
-    for number, (name, added, skips, published) in enumerate(OPTIMISATIONS, 1):
+    for number, (name, added, needs, published) in enumerate(OPTIMISATIONS, 1):
         plan = replace(plan, **added)
-        yield Rung(number, name, partial(looped, plan), skips, published=published)
+        yield Rung(number, name, partial(looped, plan), needs, published=published)
     first = len(OPTIMISATIONS) + 1
-    yield Rung(first, "torch.nn.LSTM", padded, _nowhere)
-    yield Rung(first + 1, "torch.nn.LSTM, in a graph", padded, _without_graphs, in_graph=True)
-    yield Rung(first + 2, "ours", lambda case: TimedCall(case.encoder(AUTO)), _nowhere, in_graph=True)
+    yield Rung(first, "torch.nn.LSTM", padded)
+    yield Rung(first + 1, "torch.nn.LSTM, in a graph", padded, "CUDA graphs", in_graph=True)
+    yield Rung(first + 2, "ours", lambda case: TimedCall(case.encoder(AUTO)), in_graph=True)
 
 
 RUNGS = tuple(_rungs())

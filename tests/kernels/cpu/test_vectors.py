@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from llvmlite import ir
-from numba import types
 
-from kernels.cpu.compiled import inner, llvm_code
-from kernels.cpu.vectors import LANES, Vectors, index
+from kernels.cpu.compiled import inner
+from kernels.cpu.vectors import LANES, Vectors, index, vector_code
 
 Emit = Callable[[Vectors, ir.Value], ir.Value]
 
@@ -19,21 +18,14 @@ Emit = Callable[[Vectors, ir.Value], ir.Value]
 def on_array(emit: Emit) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     """Return a function that applies an operation to an array of a multiple of LANES numbers."""
 
-    def operation(_typing: Any, source: Any, target: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            code = Vectors(builder)
-            source_at, target_at = (code.pointer(address) for address in arguments)
-            code.store(emit(code, code.load(source_at, index(0))), target_at, index(0))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
-
-    compiled = llvm_code(operation)
+    @vector_code
+    def operation(code: Vectors, source: ir.Value, target: ir.Value) -> None:
+        code.store(emit(code, code.load(code.pointer(source), index(0))), code.pointer(target), index(0))
 
     @inner
     def run(source: int, target: int, count: int) -> None:
         for first in range(0, count, LANES):
-            compiled(source + 4 * first, target + 4 * first)
+            operation(source + 4 * first, target + 4 * first)
 
     def apply(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         results = np.empty_like(values)
