@@ -96,7 +96,7 @@ def adaptive_shape(variant: Variant, rows: int, directions: int, steps: int) -> 
     """Return the fastest shape of all kernels that runs on the device."""
     by_step = _shape_by_step(variant, ceil_div(rows, directions), steps)
     shape = by_step or _first_shape(variant, rows, directions, ADAPTIVE)
-    return shape if shape is not None or variant.vector else step_shape(variant, rows, directions, steps)
+    return shape if shape is not None or variant.projected else step_shape(variant, rows, directions, steps)
 
 
 def _finder(kinds: Kinds) -> FindShape:
@@ -214,7 +214,7 @@ def _by_rows(variant: Variant, find_shape: FindShape, steps: int) -> str:
 
 def _shape_by_step(variant: Variant, rows: int, steps: int) -> PersistentShape | None:
     """Return the shape of the kernel with one product for each step where it is the fastest, or None."""
-    if variant.vector:
+    if variant.projected:
         return None
     kind, _ = next(
         matching_shapes(_by_step(variant), (OTHERS, "step"), hidden=variant.hidden, rows=rows, steps=steps), (OTHERS, 0)
@@ -266,7 +266,8 @@ def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
 
 def _by_step(variant: Variant) -> Sequence[Mapping[str, int]]:
     """Return for which sizes a product for each step is the fastest."""
-    shapes: Sequence[Mapping[str, int]] = _tuned(variant)["one product a step" + (", float32" if variant.terms > 1 else "")]
+    name = ", float32" if variant.terms > 1 else ", reset before" if variant.vector else ""
+    shapes: Sequence[Mapping[str, int]] = _tuned(variant)[f"one product a step{name}"]
     return shapes
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.backend import Backend, Problem, allows_tf32
 from kernels.embedding import embed
-from kernels.gated import PEEPHOLES
+from kernels.gated import PROJECTION
 from kernels.launching import (
     address,
     aligned_inputs,
@@ -130,7 +130,7 @@ def backends(cell: PersistentCell) -> tuple[Backend, ...]:
             partial(describe, cell, find_shape) if name in ("adaptive", "persistent") else None,
             partial(encode_both, cell, find_shape),
             partial(encode_levels, cell) if name == "adaptive" else None,
-            runs=cell.runs if name != "step" else tuple(variant for variant in cell.runs if variant == PEEPHOLES),
+            runs=cell.runs if name != "step" else tuple(variant for variant in cell.runs if variant != PROJECTION),
             pinned=name != "adaptive",
         )
         for name, find_shape, refuses in ways

@@ -45,6 +45,10 @@ class Variant(NamedTuple):
         return self._replace(hidden=hidden, vector=hidden if self.gru and self.vector else self.vector)
 
     @property
+    def projected(self) -> bool:
+        return self.vector > 0 and not self.gru
+
+    @property
     def terms(self) -> int:
         """16-bit numbers of a weight, as in cell.cuh."""
         return 2 if self.storage == torch.float32 else 1
@@ -63,7 +67,7 @@ class Variant(NamedTuple):
             GATES_FLOAT32=int(self.gates_float32),
             GRU=int(self.gru),
             PEEPHOLES=int(self.peepholes),
-            PROJECTED=int(self.vector > 0 and not self.gru),
+            PROJECTED=int(self.projected),
             **constants,
         )
 

@@ -17,8 +17,11 @@
 // hidden values and weights have two terms: each chunk of h is multiplied three times, the small terms first, and the chunks
 // are added in float32.
 //
-// Macros besides those of cell.cuh: ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that arrive, SHARED
-// bytes of a block, DIRECT, X_FLOAT32, the dtype of x.
+// A GRU with the reset gate before the product has two phases in each step, each with its own gates: the reset and update
+// gates, and then the new gate, whose product takes what the reset gate lets pass. Blocks meet between them too.
+//
+// Macros besides those of cell.cuh: RESET_BEFORE, ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that
+// arrive, SHARED bytes of a block, DIRECT, X_FLOAT32, the dtype of x.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 #include "step.cuh"
@@ -69,13 +72,14 @@ __device__ __forceinline__ Four four_of(const Half* at) {
 }
 
 // The sums of a lane: four units of each part, in two rows that are eight apart. A GRU's product of x for the new gate is
-// apart, because the reset gate does not multiply it.
+// apart where the reset gate multiplies that of h.
+constexpr bool APART = GRU && !RESET_BEFORE;
 struct Sums {
-    float all[COLUMNS / 2], new_of_x[GRU ? UNITS / 2 : 1], chains[FLOAT32 ? COLUMNS / 2 : 1];
+    float all[COLUMNS / 2], new_of_x[APART ? UNITS / 2 : 1], chains[FLOAT32 ? COLUMNS / 2 : 1];
 
-    // Returns where a unit of a part has its sum for a gate.
-    static __device__ __forceinline__ int at(int part, int gate, int upper, int unit) {
-        return (part * BLOCKS + gate) * 8 + unit / 2 * 4 + upper * 2 + unit % 2;
+    // Returns where a unit of a part has its sum for a gate, out of those of the phase.
+    template <int GATES> static __device__ __forceinline__ int at(int part, int gate, int upper, int unit) {
+        return (part * GATES + gate) * 8 + unit / 2 * 4 + upper * 2 + unit % 2;
     }
     // Keeps the compiler from moving reads and writes of the sums over products that are under way.
     __device__ __forceinline__ void settle() {
@@ -91,13 +95,11 @@ struct Sums {
         for (int i = 0; FLOAT32 && i < COLUMNS / 2; ++i) chains[i] += all[i], all[i] = 0.0f;
     }
     __device__ __forceinline__ void set_apart() {
-#if GRU
 #pragma unroll
-        for (int i = 0; i < UNITS / 2; ++i) {
+        for (int i = 0; APART && i < UNITS / 2; ++i) {
             float& sum = total((i / 8 * BLOCKS + 2) * 8 + i % 8);
             new_of_x[i] = sum, sum = 0.0f;
         }
-#endif
     }
 };
 
@@ -110,7 +112,8 @@ struct Multiplier {
 
     // Adds the products of a tile. Calls `before_hidden` when the first hidden values have arrived and before they are
     // multiplied.
-    template <typename F> __device__ __forceinline__ void multiply_tile(Sums& sums, int of_x, int of_h, F before_hidden) {
+    template <int GATES, typename F>
+    __device__ __forceinline__ void multiply_tile(Sums& sums, int of_x, int of_h, F before_hidden) {
         const unsigned left = piece_at(shared_address(shared.left)) + group * (64 * 128 / 16),
                        right = piece_at(shared_address(shared.right));
         const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty),
@@ -127,7 +130,7 @@ struct Multiplier {
             // The chunk was written through the generic proxy, and is read through the asynchronous proxy.
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             if (chunk == of_x) {
-                if (GRU) {
+                if (APART) {
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     sums.settle();
                     sums.set_apart();
@@ -138,7 +141,8 @@ struct Multiplier {
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; ++k)
-                multiply(sums.all, left + stage * (LEFT_BYTES / 16) + k * 2, right + stage * (RIGHT_BYTES / 16) + k * 2, 1);
+                multiply(*(float(*)[GATES * UNITS / 2])sums.all, left + stage * (LEFT_BYTES / 16) + k * 2,
+                         right + stage * (RIGHT_BYTES / 16) + k * 2, 1);
             asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;" ::: "memory");
             // The previous chunk has been read by now.
             if (chunk > 0) release(chunks - 1);
@@ -155,7 +159,8 @@ struct Multiplier {
         if (!of_h) sums.set_apart();
     }
 
-    // Begins the sums with the gate inputs.
+    // Begins the sums with the gate inputs, from the gate BEGIN on.
+    template <int BEGIN, int GATES>
     __device__ __forceinline__ void begin(Sums& sums, const Place (&places)[2], int t, int first) const {
         const Call& call = step.call();
         const float scale = FLOAT32 ? *call.scale : 1.0f;
@@ -167,11 +172,11 @@ struct Multiplier {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-                for (int gate = 0; gate < BLOCKS; ++gate) {
+                for (int gate = 0; gate < GATES; ++gate) {
                     const bool real = runs && first + 16 * part < step.hidden();
-                    const Four inputs = real ? four_of(gates + gate * step.hidden() + 16 * part) : Four{};
+                    const Four inputs = real ? four_of(gates + (BEGIN + gate) * step.hidden() + 16 * part) : Four{};
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) sums.total(Sums::at(part, gate, upper, k)) = inputs.values[k] * scale;
+                    for (int k = 0; k < 4; ++k) sums.total(Sums::at<GATES>(part, gate, upper, k)) = inputs.values[k] * scale;
                 }
         }
     }
@@ -203,6 +208,10 @@ struct Multiplier {
             if (call.max) call.max[at + k] = t ? larger(call.max[at + k], hidden.values[k]) : hidden.values[k];
         }
     }
+    __device__ __forceinline__ void write_halves(Half* to, const float (&h)[4]) const {
+        for (int term = 0; term < TERMS; ++term)
+            *(uint2*)(to + term * step.size()) = uint2{of_hidden(h[0], h[1], term), of_hidden(h[2], h[3], term)};
+    }
     // Writes four units of a row after a step.
     __device__ __forceinline__ void write(const Place& place, int t, int unit, const Four& hidden, const Four& cell) const {
         const Call& call = step.call();
@@ -210,10 +219,7 @@ struct Multiplier {
         if (call.steps) *(float4*)(call.steps + place.token * call.outputs_apart + unit) = hidden.vector();
         if (call.mean || call.max) pool(place, t, output, hidden);
         if (t + 1 < place.steps) {
-            const float(&h)[4] = hidden.values;
-            for (int term = 0; term < TERMS; ++term)
-                *(uint2*)(step.hidden(t + 1, term) + step.between(place.row) + unit) =
-                    uint2{of_hidden(h[0], h[1], term), of_hidden(h[2], h[3], term)};
+            write_halves(step.hidden(t + 1, 0) + step.between(place.row) + unit, hidden.values);
             *(float4*)(step.cells() + step.between(place.row) + unit) = cell.vector();
         } else end(place, output, unit, hidden, cell);
     }
@@ -233,6 +239,9 @@ struct Multiplier {
         if (call.max) *(float4*)(call.max + output) = float4{};
     }
 
+    // Advances the cells by a phase. The first of two phases leads to the update gates and the values that the reset gates let
+    // pass.
+    template <int PHASE, int GATES>
     __device__ __forceinline__ void advance_cells(const Sums& sums, Four (&cells)[PARTS][2], const Place (&places)[2], int t,
                                                   int first) const {
         const Call& call = step.call();
@@ -242,24 +251,53 @@ struct Multiplier {
             const int unit = first + 16 * part;
             Own own[4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) own[k] = own_of(call, unit + k);
+            for (int k = 0; k < 4; ++k) own[k] = RESET_BEFORE ? Own{} : own_of(call, unit + k);
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
                 const Place& place = places[upper];
                 Four& cell = cells[part][upper];
-                if (t == 0 && place.row >= 0 && place.steps == 0 && unit < step.hidden()) end_without_steps(place, unit, cell);
-                Four hidden;
+                if (PHASE == 0 && t == 0 && place.row >= 0 && place.steps == 0 && unit < step.hidden())
+                    end_without_steps(place, unit, cell);
+                const bool runs = place.steps > t && unit < step.hidden();
+                float* const updates = step.updates() + step.between(place.row) + unit;
+                Four hidden, update = PHASE && runs ? four_of(updates) : Four{};
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    auto sum = [&](int gate) { return sums.total(Sums::at(part, gate, upper, k)); };
-                    const Gates product{sum(0), sum(1), sum(2), GRU ? 0.0f : sum(BLOCKS - 1)};
-                    const Gates inputs{0.0f, 0.0f, 0.0f, GRU ? sums.new_of_x[part * 8 + Sums::at(0, 0, upper, k)] * by : 0.0f};
-                    const Kept bits = advance(cell.values[k], product, by, inputs, own[k]);
-                    hidden.values[k] = GRU ? cell.values[k] : value_of(bits);
+                    auto sum = [&](int gate) { return sums.total(Sums::at<GATES>(part, gate, upper, k)); };
+                    if constexpr (!RESET_BEFORE) {
+                        const Gates product{sum(0), sum(1), sum(2), GRU ? 0.0f : sum(BLOCKS - 1)};
+                        const float new_of_x = GRU ? sums.new_of_x[part * 8 + Sums::at<1>(0, 0, upper, k)] * by : 0.0f;
+                        const Kept bits = advance(cell.values[k], product, by, Gates{0.0f, 0.0f, 0.0f, new_of_x}, own[k]);
+                        hidden.values[k] = GRU ? cell.values[k] : value_of(bits);
+                    } else if constexpr (PHASE == 0) {
+                        hidden.values[k] = gate_of(sum(0), by, 0.0f) * cell.values[k];
+                        update.values[k] = gate_of(sum(1), by, 0.0f);
+                    } else {
+                        cell.values[k] = updated(cell.values[k], update.values[k], tanh_of(sum(0) * by));
+                        hidden.values[k] = cell.values[k];
+                    }
                 }
-                if (place.steps > t && unit < step.hidden()) write(place, t, unit, hidden, cell);
+                if (!runs) continue;
+                if (PHASE + 1 == PHASES) {
+                    write(place, t, unit, hidden, cell);
+                } else {
+                    *(float4*)updates = update.vector();
+                    write_halves(step.passed(0) + step.between(place.row) + unit, hidden.values);
+                }
             }
         }
+    }
+
+    template <int PHASE, int GATES>
+    __device__ __forceinline__ void run_turn(Sums& sums, const Turn& turn, const Place (&places)[2], Four (&cells)[PARTS][2]) {
+        const int t = turn.phase / PHASES, first = turn.unit + lane % 4 * 4;
+        begin<PHASE * 2, GATES>(sums, places, t, first);
+        if (t == 0 && !(PHASES > 1 && turn.kept)) read_cells(cells, places, t, first);
+        multiply_tile<GATES>(sums, step.chunks_of_x(), step.chunks_of_h(t), [&] {
+            // Other blocks may have advanced these rows last.
+            if (t > 0 && !turn.kept) read_cells(cells, places, t, first);
+        });
+        advance_cells<PHASE, GATES>(sums, cells, places, t, first);
     }
 
     __device__ __forceinline__ void run() {
@@ -273,20 +311,14 @@ struct Multiplier {
             __syncwarp();
             if (lane == 0) arrive(shared_address(&shared.taken[turns % 2]));
             if (turn.kind == END) break;
-            if (turn.kind == STEP_ENDS) {
+            if (turn.kind == PHASE_ENDS) {
                 meet(2, MULTIPLY);
                 if (threadIdx.x == GROUP) attend(step);
                 continue;
             }
-            const int t = turn.step, first = turn.unit + lane % 4 * 4;
             Sums sums;
-            begin(sums, places, t, first);
-            if (t == 0) read_cells(cells, places, t, first);
-            multiply_tile(sums, step.chunks_of_x(), step.chunks_of_h(t), [&] {
-                // Other blocks may have advanced these rows last.
-                if (t > 0 && !turn.kept) read_cells(cells, places, t, first);
-            });
-            advance_cells(sums, cells, places, t, first);
+            if (turn.phase % PHASES == 0) run_turn<0, MOST_GATES>(sums, turn, places, cells);
+            else run_turn<1, 1>(sums, turn, places, cells);
         }
     }
 };

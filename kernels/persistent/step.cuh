@@ -3,8 +3,10 @@
 constexpr int DEPTH = 64, GROUP = 128;                                  // columns of a chunk; threads of a warp group
 constexpr int GROUPS = ROWS / 64, MULTIPLY = GROUPS * GROUP;            // warp groups that multiply, and their threads
 constexpr int PASSES_OF_H = FLOAT32 ? 3 : 1;                            // products of a chunk of h
-constexpr int COLUMNS = BLOCKS * UNITS, PARTS = UNITS / 16;             // columns of a product; parts of 16 units
+constexpr int PHASES = RESET_BEFORE ? 2 : 1, MOST_GATES = RESET_BEFORE ? 2 : BLOCKS; // of a step; of a phase
+constexpr int COLUMNS = MOST_GATES * UNITS, PARTS = UNITS / 16;         // columns of a product; parts of 16 units
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2, RIGHT_BYTES = COLUMNS * DEPTH * 2;
+static_assert(!RESET_BEFORE || GRU, "a reset gate");
 static_assert(THREADS == GROUP + MULTIPLY && UNITS % 16 == 0 && SORTED % (PAIR * ROWS) == 0, "launch shape");
 
 // Where a row of a tile reads and writes.
@@ -12,11 +14,11 @@ struct alignas(16) Place {
     long long token, before, after;     // of this step; the beginnings of its states
     int row, steps;                     // row of the batch, or -1 for none; its number of steps
 };
-enum Kind { TILE, STEP_ENDS, END };
+enum Kind { TILE, PHASE_ENDS, END };
 // What the warp groups that multiply do next. kept: they advanced the same rows and units last, whose cells they still hold.
 struct alignas(16) Turn {
     Kind kind;
-    int step, unit, kept;               // unit: the first of the tile
+    int phase, unit, kept;              // phase: counted from the first step on; unit: the first of the tile
 };
 struct Memory {
     alignas(1024) unsigned char left[STAGES][LEFT_BYTES];
@@ -50,9 +52,8 @@ struct Step {
     __device__ __forceinline__ int tiles_of_units() const { return (hidden() + UNITS - 1) / UNITS; }
     __device__ __forceinline__ int tiles() const { return (rows() + PAIR * ROWS - 1) / (PAIR * ROWS) * tiles_of_units(); }
     __device__ __forceinline__ int chunks_of_x() const { return ((int)inputs + DEPTH - 1) / DEPTH; }
-    __device__ __forceinline__ int chunks_of_h(int t) const {
-        return t == 0 && !call().hidden_before ? 0 : PASSES_OF_H * ((hidden() + DEPTH - 1) / DEPTH);
-    }
+    __device__ __forceinline__ int all_chunks_of_h() const { return PASSES_OF_H * ((hidden() + DEPTH - 1) / DEPTH); }
+    __device__ __forceinline__ int chunks_of_h(int t) const { return t == 0 && !call().hidden_before ? 0 : all_chunks_of_h(); }
     __device__ __forceinline__ long long gate_row(long long token) const {
         return !ids ? token : ids_wide ? ((const long long*)ids)[token] : (long long)((const int*)ids)[token];
     }
@@ -60,9 +61,13 @@ struct Step {
     // cells.
     __device__ __forceinline__ long long between(int row) const { return (row - call().first) * call().hidden; }
     __device__ __forceinline__ Half* hidden(int t, int term) const {
-        return (Half*)call().exchange + (t % 2 * TERMS + term) * (long long)rows() * call().hidden;
+        return (Half*)call().exchange + (t % 2 * TERMS + term) * size();
     }
-    __device__ __forceinline__ float* cells() const { return (float*)hidden(0, 0) + TERMS * (long long)rows() * call().hidden; }
+    __device__ __forceinline__ float* cells() const { return (float*)hidden(0, 0) + TERMS * size(); }
+    // Between the phases of a step: the update gates, and the hidden values that the reset gates let pass.
+    __device__ __forceinline__ float* updates() const { return cells() + size(); }
+    __device__ __forceinline__ Half* passed(int term) const { return (Half*)(updates() + size()) + term * size(); }
+    __device__ __forceinline__ long long size() const { return (long long)rows() * call().hidden; }
 };
 
 __device__ __forceinline__ int rank() { return PAIR > 1 ? cluster_rank() : 0; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -32,20 +33,35 @@ PLACE_BYTES, ALIGNED = 32, 1024
 
 @dataclass(frozen=True)
 class StepPacking:
-    """The layout of the weights in step.cu: see `pack`."""
+    """The layout of the weights in step.cu. resets_before: a GRU's reset and update gates come before its new gate."""
+
+    resets_before: bool = False
 
     def pack(self, recurrent: Tensor) -> Tensor:
-        return pack_columns(recurrent, len(recurrent))
+        return self._by_phase(pack_columns, recurrent)
 
     def pack_with_inputs(self, inputs: Tensor, recurrent: Tensor) -> Tensor:
         """Return the weights of both vectors: the chunks of the inputs before the chunks of the hidden vector."""
-        return torch.cat([pack_columns(matrix, len(recurrent)) for matrix in (inputs, recurrent)])
+        return self._by_phase(pack_columns, inputs, recurrent)
 
     def pack_terms(self, recurrent: Tensor, scale: Tensor) -> Tensor:
         """Return float32 weights as `pack` returns float16 weights, each chunk three times in the order in which step.cu multiplies
         them: the scaled weights in float16 for the small terms of the hidden values, the remainders, and the scaled weights again."""
-        first, second = map(self.pack, two_terms(recurrent * scale))
-        return torch.stack((first, second, first), dim=1).flatten(0, 1)
+
+        def terms(matrix: Tensor, hidden: int) -> Tensor:
+            first, second = (pack_columns(term, hidden) for term in two_terms(matrix * scale))
+            return torch.stack((first, second, first), dim=1).flatten(0, 1)
+
+        return self._by_phase(terms, recurrent)
+
+    def _by_phase(self, pack: Callable[[Tensor, int], Tensor], *matrices: Tensor) -> Tensor:
+        """Return packed matrices: those of the gates of a phase before those of the next phase."""
+        hidden = len(matrices[-1])
+        phases = ([matrix[:, gates] for matrix in matrices] for gates in self._phases(hidden))
+        return torch.cat([pack(matrix, hidden).flatten() for phase in phases for matrix in phase])
+
+    def _phases(self, hidden: int) -> tuple[slice, ...]:
+        return (slice(2 * hidden), slice(2 * hidden, None)) if self.resets_before else (slice(None),)
 
 
 def pack_columns(matrix: Tensor, hidden: int) -> Tensor:
@@ -68,13 +84,16 @@ class StepShape:
     """Tiles of `rows` rows by up to `most_units` hidden units."""
 
     runs_both: ClassVar[bool] = False
-    packing: ClassVar[StepPacking] = StepPacking()
     variant: Variant
     most_units: int
     rows: int
 
     def __str__(self) -> str:
-        return "one product a step"
+        return "tiles of all rows" if self.variant.vector else "one product a step"
+
+    @property
+    def packing(self) -> StepPacking:
+        return StepPacking(self.variant.vector > 0)
 
     @property
     def units(self) -> int:
@@ -100,10 +119,10 @@ class StepShape:
         return 1 << 30
 
     def has_room(self) -> bool:
-        """Return whether the device has the instructions, and whether the rows of states have whole pieces. Layers with two products a
-        step have other kernels."""
+        """Return whether the device has the instructions, and whether the rows of states have whole pieces. An LSTM with a projection has
+        another kernel."""
         hopper = torch.cuda.get_device_capability(self.variant.device) == (9, 0)
-        return hopper and self.variant.hidden % PIECE == 0 and not self.variant.vector
+        return hopper and self.variant.hidden % PIECE == 0 and not self.variant.projected
 
     def runs(self) -> bool:
         """Return whether a cluster fits, as the driver counts."""
@@ -111,7 +130,7 @@ class StepShape:
 
     def launch(self, rows: int, directions: int = 1) -> Launch:
         """Return the launch for this many rows."""
-        kernel, words = self._kernel(), rows * self.variant.hidden * (self.variant.terms + 1)
+        kernel, words = self._kernel(), rows * self.variant.hidden * (self.variant.terms + (3 if self.variant.vector else 1))
         tiles = ceil_div(rows, self.pair * self.rows) * ceil_div(self.variant.hidden, self.units)
         blocks = self.pair * min(tiles, self._clusters(kernel))
         return Launch(kernel, blocks, self._shared, exchange_words=words, zeroed=False, early=True)
@@ -122,7 +141,8 @@ class StepShape:
 
     @property
     def _stage_bytes(self) -> int:
-        return (self.rows + (3 if self.variant.gru else 4) * self.units) * DEPTH * 2
+        gates = 2 if self.variant.vector else 3 if self.variant.gru else 4
+        return (self.rows + gates * self.units) * DEPTH * 2
 
     @property
     def _stages(self) -> int:
@@ -152,6 +172,7 @@ class StepShape:
             SHARED=self._shared,
             DIRECT=int(self.direct),
             X_FLOAT32=int(self.variant.data_float32),
+            RESET_BEFORE=int(self.variant.vector > 0),
         )
 
 

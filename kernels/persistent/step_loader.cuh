@@ -53,7 +53,7 @@ struct Loader {
     static constexpr int PIECES = DEPTH / 8, STRIDE = GROUP / PIECES, LOADS = ROWS / STRIDE;
     const Step& step;
     Memory& shared = memory();
-    int chunks = 0, turns = 0, meetings = DIRECT ? 0 : 1, met = 0;
+    int phase = 0, chunks = 0, turns = 0, meetings = DIRECT ? 0 : 1, met = 0;
 
     static __device__ __forceinline__ int piece() { return threadIdx.x % PIECES; }
     static __device__ __forceinline__ int row_of(int load) { return load * STRIDE + threadIdx.x / PIECES; }
@@ -68,14 +68,15 @@ struct Loader {
     __device__ __forceinline__ void open(int chunk, int unit) const {
         await(shared_address(&shared.empty[stage()]), (chunks / STAGES & 1) ^ 1);
         if (threadIdx.x != chunks % (GROUP / 32) * 32) return;
-        constexpr int BYTES = RIGHT_BYTES / PAIR;
-        const int begin = rank() * BYTES, padded = (step.hidden() + DEPTH - 1) / DEPTH * DEPTH;
+        const int second = RESET_BEFORE && phase % PHASES, gates = second ? 1 : MOST_GATES, bytes = gates * UNITS * DEPTH * 2;
+        const int begin = rank() * (bytes / PAIR), padded = (step.hidden() + DEPTH - 1) / DEPTH * DEPTH;
+        const long long before = second ? (long long)(step.chunks_of_x() + step.all_chunks_of_h()) * padded * MOST_GATES : 0;
         const unsigned char* const from =
-            (const unsigned char*)step.call().packed + ((long long)chunk * padded + unit) * (BLOCKS * DEPTH * 2) + begin;
+            (const unsigned char*)step.call().packed + (before + ((long long)chunk * padded + unit) * gates) * (DEPTH * 2) + begin;
         const unsigned to = shared_address(shared.right[stage()]) + begin;
-        expect(full(), RIGHT_BYTES);
-        if (PAIR > 1) fetch_for_both(to, from, BYTES, full());
-        else copy_in_bulk(to, from, BYTES, full());
+        expect(full(), bytes);
+        if (PAIR > 1) fetch_for_both(to, from, bytes / PAIR, full());
+        else copy_in_bulk(to, from, bytes, full());
     }
     // Loads a chunk of 16-bit values. `columns` are left from its beginning on, and zeros follow.
     __device__ __forceinline__ void load(const Half* const (&from)[LOADS], int begin, int columns) {
@@ -141,7 +142,8 @@ struct Loader {
     }
     __device__ __forceinline__ void load_hidden(const Place* places, int unit, int t) {
         const Half* from[LOADS];
-        find(from, places, [&](const Place& place) { return step.hidden(t, 0) + step.between(place.row); });
+        const Half* const of_all = phase % PHASES ? step.passed(0) : step.hidden(t, 0);
+        find(from, places, [&](const Place& place) { return of_all + step.between(place.row); });
         const long long small = step.hidden(t, TERMS - 1) - step.hidden(t, 0);
         for (int chunk = 0; chunk < step.chunks_of_h(t); ++chunk) {
             const int begin = chunk / PASSES_OF_H * DEPTH;
@@ -172,16 +174,17 @@ struct Loader {
         meet(1, GROUP); // a thread that still waits must not miss the phase
         announce(turn);
     }
-    __device__ __forceinline__ void load_step(int t, bool all) {
-        const int clusters = gridDim.x / PAIR, units = step.tiles_of_units();
+    __device__ __forceinline__ void load_phase(bool all) {
+        const int clusters = gridDim.x / PAIR, units = step.tiles_of_units(), t = phase / PHASES;
         for (int tile = blockIdx.x / PAIR; tile < step.tiles(); tile += clusters) {
             const int unit = tile % units * UNITS;
             Place* const places = await_places();
             if (!find_places(step, places, tile / units * PAIR + rank(), t, all)) continue;
-            announce(Turn{TILE, t, unit, t > 0 && all && step.tiles() <= clusters});
+            if (phase % PHASES) meet_blocks(); // the update gates are read, whether there are hidden values or not
+            announce(Turn{TILE, phase, unit, phase > 0 && all && step.tiles() <= clusters});
             load_x(places, unit);
             meet_blocks();
-            if (DIRECT && t == 0) load_states(places, unit);
+            if (DIRECT && phase == 0) load_states(places, unit);
             else load_hidden(places, unit, t);
         }
         // Every block attends every meeting after the one before it, whether it had a turn or not.
@@ -208,13 +211,13 @@ struct Loader {
         meet(1, GROUP);
     }
     __device__ __forceinline__ void run() {
-        load_step(0, true);
+        load_phase(true);
         int shortest, longest;
         find_lengths(shortest, longest);
-        for (int t = 1; t < longest; ++t) {
-            announce_without_places(Turn{STEP_ENDS});
+        while (++phase < PHASES * longest) {
+            announce_without_places(Turn{PHASE_ENDS});
             ++meetings;
-            load_step(t, t < shortest);
+            load_phase(phase / PHASES < shortest);
         }
         announce_without_places(Turn{END});
         if (meetings == 0 || threadIdx.x > 0) return;

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 Launch = tuple[str, Mapping[str, int] | None]
 """A backend and its shape."""
+BY_STEP = (*ONE_PRODUCT, GRU_BEFORE)
 CLUSTER, GRID, PERSISTENT, STEP = ("cluster", None), ("grid", None), ("persistent", None), ("step", None)
 WIDE: list[Launch] = [("wide", {"tile": tile}) for tile in (32, 64, 128)]
 STEPS_SHAPES: list[Launch] = [
@@ -64,7 +65,8 @@ def in_both_halves(forms: Sequence[Form], sizes: Sequence[tuple[str, int]]) -> l
         *in_both_halves(ONE_PRODUCT, ONE_PRODUCT_SIZES),
         *in_both_halves(TWO_PRODUCTS, TWO_PRODUCTS_SIZES),
         *((form, "cluster", hidden, FLOAT32) for form in ONE_PRODUCT for hidden in (1, 33, 100, 128, 151, 256, 300, 400, 512)),
-        *((form, "step", hidden, FLOAT32) for form in ONE_PRODUCT for hidden in (8, 136, 264, 1024)),
+        *((form, "step", hidden, FLOAT32) for form in BY_STEP for hidden in (8, 136, 264, 1024)),
+        *in_both_halves((GRU_BEFORE,), [*product(["step"], (8, 64, 136, 264, 1024, 2304))]),
     ],
     ids=str,
 )
@@ -76,7 +78,7 @@ def test_outputs_and_state_match_the_reference(form: Form, backend: str, hidden:
 @pytest.mark.parametrize(
     "form, backend, hidden",
     [
-        *((form, "step", 264) for form in ONE_PRODUCT),
+        *((form, "step", 264) for form in BY_STEP),
         *(
             (form, backend, hidden)
             for form in (*ONE_PRODUCT, *TWO_PRODUCTS[:2])
@@ -112,7 +114,7 @@ def test_error_in_float32_is_at_most_twice_that_of_float32_products(
 ANY_ROWS: list[tuple[Sequence[Form], Launch, torch.dtype, int]] = [
     *((ONE_PRODUCT, launch, HALF, 72) for launch in (PERSISTENT, CLUSTER, GRID)),
     *((ONE_PRODUCT, launch, HALF, 128) for launch in WIDE),
-    *((ONE_PRODUCT, STEP, storage, hidden) for storage in (HALF, FLOAT32) for hidden in (72, 264)),
+    *((BY_STEP, STEP, storage, hidden) for storage in (HALF, FLOAT32) for hidden in (72, 264)),
     *((TWO_PRODUCTS[:2], launch, HALF, 72) for launch in (CLUSTER, GRID)),
     *((ONE_PRODUCT, CLUSTER, FLOAT32, hidden) for hidden in (72, 200, 512)),
 ]
@@ -144,7 +146,7 @@ def test_many_rows_of_a_large_layer(form: Form, hidden: int) -> None:
     [
         *((form, hidden, [CLUSTER, GRID]) for form in ONE_PRODUCT for hidden in (1, 64, 130, 401, 512)),
         *((form, hidden, WIDE) for form in ONE_PRODUCT for hidden in (64, 128, 512, 1024, 2048)),
-        *((form, hidden, STEPS_SHAPES) for form in ONE_PRODUCT for hidden in (8, 136, 520)),
+        *((form, hidden, STEPS_SHAPES) for form in BY_STEP for hidden in (8, 136, 520)),
         *((form, 200, TWO_PRODUCTS_SHAPES) for form in TWO_PRODUCTS[:2]),
     ],
     ids=str,
@@ -208,7 +210,7 @@ def test_adaptive_backend_runs_many_rows_by_the_wide_kernel(form: Form) -> None:
     agree(form.run(*many), form.run(*many, backend=PINNED), TOLERANCE[HALF])
 
 
-@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("form", BY_STEP, ids=str)
 @pytest.mark.parametrize("hidden", [128, 1024])
 def test_adaptive_backend_runs_a_few_steps_of_many_rows_by_one_product_each(form: Form, hidden: int) -> None:
     few, many = (made(form, [steps] * 600, hidden) for steps in (2, 5))
@@ -217,7 +219,7 @@ def test_adaptive_backend_runs_a_few_steps_of_many_rows_by_one_product_each(form
     same(form.run(*many, backend=PINNED), form.run(*many, backend="persistent"))
 
 
-@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("form", BY_STEP, ids=str)
 @pytest.mark.parametrize("width", [1, 33, 64, 200])
 @pytest.mark.parametrize("storage", HALVES, ids=str)
 def test_step_kernel_converts_inputs_of_any_width(form: Form, width: int, storage: torch.dtype) -> None:
@@ -229,7 +231,7 @@ def test_step_kernel_converts_inputs_of_any_width(form: Form, width: int, storag
     agree(form.run(x, weights, None, backend="step"), zeros, TOLERANCE[storage])
 
 
-@pytest.mark.parametrize("form", ONE_PRODUCT, ids=str)
+@pytest.mark.parametrize("form", BY_STEP, ids=str)
 @pytest.mark.parametrize("hidden", [136, 264])
 def test_step_kernel_ends_rows_in_the_slots_where_they_start(form: Form, hidden: int) -> None:
     x, weights, state = made(form, random_lengths(700, 3), hidden)
@@ -242,7 +244,9 @@ def test_step_kernel_ends_rows_in_the_slots_where_they_start(form: Form, hidden:
         close(getattr(caches, name)[slots], getattr(expected.state, name), TOLERANCE[HALF], name)
 
 
-@pytest.mark.parametrize("form", [Form("lstm", ids=True), Form("gru", reset="after", ids=True)], ids=str)
+@pytest.mark.parametrize(
+    "form", [Form("lstm", ids=True), *(Form("gru", reset=reset, ids=True) for reset in ("after", "before"))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("hidden", [136, 264])
 def test_step_kernel_reads_a_table_by_id(form: Form, dtype: torch.dtype, hidden: int) -> None:
