@@ -20,8 +20,8 @@
 // A GRU with the reset gate before the product has two phases in each step, each with its own gates: the reset and update
 // gates, and then the new gate, whose product takes what the reset gate lets pass. Blocks meet between them too.
 //
-// Macros besides those of cell.cuh: RESET_BEFORE, ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that
-// arrive, SHARED bytes of a block, DIRECT, X_FLOAT32, the dtype of x.
+// Macros besides those of cell.cuh: ROWS and UNITS of a tile, PAIR blocks of a cluster, STAGES of chunks that arrive, SHARED
+// bytes of a block, DIRECT, X_FLOAT32, the dtype of x, RESET_BEFORE, a GRU with the reset gate before the product.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 #include "step.cuh"

@@ -71,8 +71,8 @@ struct Loader {
         const int second = RESET_BEFORE && phase % PHASES, gates = second ? 1 : MOST_GATES, bytes = gates * UNITS * DEPTH * 2;
         const int begin = rank() * (bytes / PAIR), padded = (step.hidden() + DEPTH - 1) / DEPTH * DEPTH;
         const long long before = second ? (long long)(step.chunks_of_x() + step.all_chunks_of_h()) * padded * MOST_GATES : 0;
-        const unsigned char* const from =
-            (const unsigned char*)step.call().packed + (before + ((long long)chunk * padded + unit) * gates) * (DEPTH * 2) + begin;
+        const long long at = (before + ((long long)chunk * padded + unit) * gates) * (DEPTH * 2) + begin;
+        const unsigned char* const from = (const unsigned char*)step.call().packed + at;
         const unsigned to = shared_address(shared.right[stage()]) + begin;
         expect(full(), bytes);
         if (PAIR > 1) fetch_for_both(to, from, bytes / PAIR, full());
