@@ -222,7 +222,7 @@ struct Stay {
                 if (GRU) own.bias = layer.own[unit()];
                 if (PEEPHOLES) own = Own{0.0f, layer.own[unit()], layer.own[hidden + unit()], layer.own[2 * hidden + unit()]};
             }
-            const float by = GRU ? 16.0f : 1.0f;
+            const float by = GRU && LAYER > 0 ? 16.0f : 1.0f;           // the weights of h of the first layer have the factor
             if (GRU) x.o += product.o * by;
             bits = advance(cells[LAYER], product, by, x, own);
             // A state that is not finite shows in the answer: the host sees nothing else.

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backend import Problem
-from kernels.compile import Kernel, is_hopper_or_newer, shared_limit
-from kernels.launching import address, ceil_div, round_up
-from kernels.persistent.choice import PersistentCell
+from kernels.compile import Kernel, resident_clusters, shared_limit
+from kernels.launching import address, ceil_div, device_refusal, round_up
+from kernels.persistent.choice import CLUSTERS, PersistentCell
 from kernels.persistent.packing import PIECE_BYTES, PRODUCT_BYTES, Variant, of_four_gates, pack
 from kernels.ragged import ContractError
 
@@ -32,7 +32,7 @@ STEP, STOP = 0, 1
 """Commands."""
 FOREVER = 1 << 30
 """Requests after which the kernel ends, and the next request starts it again."""
-IDLE_SECONDS, PATIENCE_SECONDS = 1.0, 5.0
+IDLE_SECONDS, PATIENCE_SECONDS = 1.0, 0.5
 """The watchdog: without a request for so long, the kernel ends, and the next request starts it again. How long an answer may take."""
 
 
@@ -56,16 +56,16 @@ class ResidentShape:
         return 2 * BLOCKS * self.units // 32
 
     def refusal(self) -> str | None:
-        """Return why the kernel cannot run these sizes, or None."""
-        if not is_hopper_or_newer(self.variant.device):
-            return "needs compute capability 9.0"
-        if self.variant.terms > 1 or self.variant.vector:
-            return "needs float16 or bfloat16 weights and one product a step"
+        """Return why the kernel cannot run these sizes on a device with clusters, or None."""
+        if self.variant.vector:
+            return "needs one product a step"
         if max(self.variant.hidden, self.inputs) > MOST_UNITS or self.inputs > BLOCKS * self.units:
             return f"takes at most {MOST_UNITS} hidden units, and no more inputs than hidden units"
         if self.outputs > MOST_OUTPUTS:
             return f"takes at most {MOST_OUTPUTS} outputs"
-        return None if self.shared <= shared_limit(self.variant.device) else f"has no room for {self.layers} layers"
+        if self.shared > shared_limit(self.variant.device):
+            return f"has no room for {self.layers} layers"
+        return None if resident_clusters(self.kernel(), self.shared) else f"needs room for a cluster of {BLOCKS} blocks"
 
     @property
     def request_vectors(self) -> int:
@@ -136,16 +136,16 @@ class Resident:
             )
         if set(first.variants) - set(cell.runs):
             raise ContractError(f"a resident kernel does not run {', '.join(first.variants)}")
-        variant = cell.variant(Problem(first.array.device, first.array.dtype, first.hidden, first.variants, first.vector))
-        self.shape = ResidentShape(variant, len(layers), len(first.input), output.shape[1])
-        if refusal := self.shape.refusal():
+        problem = Problem(first.array.device, first.array.dtype, first.hidden, first.variants, first.vector)
+        self.shape = ResidentShape(cell.variant(problem), len(layers), len(first.input), output.shape[1])
+        if refusal := device_refusal(problem, CLUSTERS, halves=True) or self.shape.refusal():
             raise ContractError(f"a resident kernel {refusal}")
         self._kernel, self._hidden, self._dtype = self.shape.kernel(), first.hidden, first.array.dtype
         arrays: list[Tensor | None] = []
         for layer, state in zip(layers, states, strict=True):
             own, (hidden, *others) = cell.own(layer), (getattr(state, name) for name in cell.arrays)
-            # Products with a GRU's hidden values, which are sent as sixteenths, are multiplied by 16. A host's inputs are no sixteenths.
-            packed = _pack_layer(layer, self.shape, 1 / 16 if cell.gru and layer is first else 1.0)
+            # A GRU's hidden values are sent as sixteenths, and sums are multiplied by 16. Inputs of the host are no sixteenths.
+            packed = _pack_layer(layer, self.shape, 16 if cell.gru and layer is first else 1)
             arrays += packed, layer.bias.float(), None if own is None else own.float(), hidden
             arrays += others or [None]
         padding = (0, MOST_OUTPUTS - self.shape.outputs)
@@ -184,10 +184,14 @@ class Resident:
         return outputs
 
     def _start(self) -> None:
-        self._ended[:] = 0
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self.launch()
+        self._ended[:] = 0
+        try:
+            with torch.cuda.stream(self._stream):
+                self.launch()
+        except RuntimeError:
+            self._ended[:] = 1
+            raise
 
     def vectors(self, inputs: Tensor) -> NDArray[np.int32]:
         """Return the vectors of steps, without numbers, (steps, vectors, 3). inputs: (steps, inputs), on the host."""
@@ -221,11 +225,12 @@ class Resident:
         self._arrays[-1].fill_(self.number)  # the watchdog may have ended the kernel before it read the command
 
 
-def _pack_layer(layer: Any, shape: ResidentShape, scale: float) -> Tensor:
-    """Return the weights of [x | h] as left operands of tensor-core products. The inputs are padded to the width of the hidden vector."""
+def _pack_layer(layer: Any, shape: ResidentShape, scale: int) -> Tensor:
+    """Return the weights of [x | h] as left operands of tensor-core products, those of h times `scale`. The inputs are padded to the width
+    of the hidden vector."""
     hidden, entries = layer.hidden, 32 * shape.chunks // 2
-    recurrent = functional.pad(layer.recurrent, (0, 4 * hidden - layer.recurrent.shape[1]))
-    inputs = functional.pad(of_four_gates(layer.input * scale, hidden), (0, 0, 0, entries - len(layer.input)))
+    recurrent = functional.pad(layer.recurrent * scale, (0, 4 * hidden - layer.recurrent.shape[1]))
+    inputs = functional.pad(of_four_gates(layer.input, hidden), (0, 0, 0, entries - len(layer.input)))
     return pack(torch.cat((inputs, recurrent)), BLOCKS * shape.units // 8, shape.chunks, hidden)
 
 

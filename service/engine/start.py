@@ -66,6 +66,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
     metrics.observe_collections("engine")
     try:
         worker.run()
+        engine.end_resident()
     except DeviceLost as error:
         log.error("device lost", error=str(error))
         # Exit at once: no result computed on this device may leave the process, and torch cannot release its memory.

@@ -91,7 +91,8 @@ class Encoder:
         """Return the kernel that stays on the device and runs this model step by step, on the allocated states; raises ContractError for a
         model that it does not run."""
         stack, linear = self._parts[0].layer, self._head.newest_alone
-        if len(self._parts) > 1 or not isinstance(stack, RecurrentStack) or self.spec.input.features is None or linear is None:
+        fits = self.streams and len(self._parts) == 1 and self.spec.input.features is not None
+        if not fits or not isinstance(stack, RecurrentStack) or linear is None:
             raise ContractError("a resident kernel runs one recurrent layer over features, and a head over its newest step")
         return stack.resident(self._allocated_slabs().parts[0], *linear)
 

@@ -300,6 +300,7 @@ def test_next_steps_run_in_a_resident_kernel(on_device: None, layer: Table, head
     [ended] = collected(gpu, 1)
     assert ended.finite is not None and ended.finite.tolist() == [False, True]
     assert engines.batches(spec.name, "resident") == 4
+    gpu.end_resident()
 
 
 def test_warm_engine_allocates_nothing(engines: Engines) -> None:

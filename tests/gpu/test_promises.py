@@ -271,8 +271,8 @@ def test_products_of_both_directions_match_the_reference(form: Form) -> None:
         ("lstm", "float16", 512, "adaptive: chosen (clusters of 16 blocks"),
         ("lstm", "bfloat16", 1000, "adaptive: chosen (the grid"),
         ("lstm", "float16", 1024, "adaptive: chosen (the grid"),
-        ("lstm", "float32", 512, "persistent: chosen (clusters of 16 blocks)"),
-        ("lstm", "float32", 1024, "step: chosen"),
+        ("lstm", "float32", 512, "adaptive: chosen (clusters of 16 blocks"),
+        ("lstm", "float32", 1024, "adaptive: chosen (one product a step)"),
         ("lstm", "float32", 1001, "framework: chosen"),
         ("gru", "float16", 512, "adaptive: chosen (clusters of"),
         ("sru", "bfloat16", 5000, "fused: chosen (with the product of its inputs)"),
@@ -289,5 +289,5 @@ def test_kernels_are_chosen_for_this_device(family: str, dtype: str, hidden: int
 @pytest.mark.parametrize("form", [*ONE_PRODUCT, *TWO_PRODUCTS, *cases.SCANS, cases.CENTRED, cases.OF_TABLES], ids=str)
 def test_layer_runs_in_a_fused_kernel(form: Form) -> None:
     chosen = form.module.choice(made(form, [1], 192).weights).backend
-    gated = "persistent" if form in TWO_PRODUCTS else "adaptive"
+    gated = "persistent" if form.options.get("projection") else "adaptive"
     assert chosen.name == (gated if form.family in ("lstm", "gru") else "fused")

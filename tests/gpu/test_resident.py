@@ -127,7 +127,7 @@ def test_watchdog_ends_it_and_the_next_step_starts_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "form, storage, sizes, reason",
     [
-        (LSTM, FLOAT32, (64, 1, 64), "needs float16 or bfloat16"),
+        (LSTM, FLOAT32, (64, 1, 64), "needs float16 or bfloat16 weights"),
         (GRU_BEFORE, HALF, (64, 1, 64), "one product a step"),
         (PEEPHOLES, BFLOAT16, (264, 1, 64), "at most 256 hidden units"),
         (GRU, HALF, (64, 1, 136), "no more inputs than hidden units"),

@@ -17,7 +17,7 @@ from kernels import launching
 from kernels.compile import registers
 from kernels.conv import folded, plan
 from kernels.conv import product as conv_product
-from kernels.persistent import choice, cluster, grid, packing, step, two_products, wide
+from kernels.persistent import choice, cluster, grid, packing, resident, step, two_products, wide
 from kernels.persistent import launch as persistent
 from kernels.scan import launch as scan
 from kernels.scan import product as scan_product
@@ -171,7 +171,7 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         patch.setattr(launching, "cupy_installed", lambda: True)
         patch.setattr(compiler, "_known_architectures", lambda: KNOWN)
-        for module in (cluster, step, two_products, wide):
+        for module in (cluster, resident, step, two_products, wide):
             patch.setattr(module, "resident_clusters", clusters)
         patch.setattr(grid, "resident_blocks", lambda kernel, shared: kernel.resident_blocks(shared))
         for module in (scan_product, conv_product):

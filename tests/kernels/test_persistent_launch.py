@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import gru, lstm
 from kernels.backend import AUTO, PINNED, Problem, choose
-from kernels.gated import PEEPHOLES, RESET_BEFORE
+from kernels.gated import PEEPHOLES, PROJECTION, RESET_BEFORE
 from kernels.persistent import launch
 from kernels.persistent.choice import cluster_shape, step_shape
 from kernels.persistent.cluster import OCTETS, ClusterShape
@@ -144,6 +144,13 @@ def test_backend_adapts_to_rows_and_levels_unless_it_is_pinned(
     hidden: int, storage: torch.dtype, options: dict[str, Any], requested: str, name: str
 ) -> None:
     assert choose(lstm.BACKENDS, Problem(CUDA, storage, hidden, **options), requested).backend.name == name
+
+
+def test_float32_layer_with_two_products_runs_by_step_or_in_torch() -> None:
+    """Other kernels have no room for weights of two terms in both products."""
+    gru_before = [Problem(CUDA, torch.float32, hidden, (RESET_BEFORE,), hidden) for hidden in (100, 128)]
+    assert [choose(gru.BACKENDS, problem).backend.name for problem in gru_before] == ["framework", "adaptive"]
+    assert choose(lstm.BACKENDS, Problem(CUDA, torch.float32, 128, (PROJECTION,), 64)).backend.name == "framework"
 
 
 def test_members_of_call_are_passed_in_order(made: list[FakeKernel]) -> None:

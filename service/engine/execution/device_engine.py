@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 
 import numpy as np
@@ -174,6 +174,8 @@ class DeviceEngine(ServedModels):
                 retry_after=1,
             ) from error
         except Exception as error:
+            with suppress(RuntimeError):
+                self.end_resident()
             raise_if_lost(self.device, error)
             raise
 
@@ -185,7 +187,7 @@ class DeviceEngine(ServedModels):
             if busy or not resident.takes(batch):
                 resident = None
         if resident is not self._resident:
-            self._end_resident()
+            self.end_resident()
             self._resident = resident
         return resident
 
@@ -242,7 +244,7 @@ class DeviceEngine(ServedModels):
     def _count(self, in_flight: InFlightBatch, ended: float, split: float, seen_running: float) -> None:
         metrics, batch = self._metrics, in_flight.batch
         computed = in_flight.launched if in_flight.collector is None else ended
-        started = max(in_flight.staged, self._last_ended)
+        started = min(computed, max(in_flight.staged, self._last_ended))
         # The host's time counts as long as a request waited: the next batch will take it as well.
         labels = batch.model.labels
         began = max(min(batch.since, in_flight.began), self._last_ended)

@@ -33,9 +33,10 @@ class ResidentSteps:
         self._kernel = encoder.resident()
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether a batch has a few next steps, at least one in each row."""
-        answers_alone = not (batch.whole or batch.returns_embedding or batch.returns_sequence)
-        return answers_alone and batch.tokens <= MOST_STEPS and all(block.shortest for block in batch.blocks)
+        """Return whether a batch has a few next steps, at least one in each row, and returns answers alone."""
+        if batch.whole or batch.tokens > MOST_STEPS or batch.returns_embedding or batch.returns_sequence:
+            return False
+        return all(block.shortest and not block.returns.state for block in batch.blocks)
 
     def run(self, batch: Batch, predicted: float) -> InFlightBatch:
         """Run a batch; raises RuntimeError if the device does not answer."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kernels.compile import CompileError
 from kernels.ragged import ContractError
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import ZERO_SLOT, Numbers
@@ -62,6 +63,9 @@ class _ServedModel:
 class ServedModels:
     """The models that one device serves."""
 
+    _resident: ResidentSteps | None = None
+    """Of the model whose kernel may stay on the device now."""
+
     def __init__(
         self,
         device: torch.device,
@@ -74,8 +78,6 @@ class ServedModels:
     ) -> None:
         self.device = device
         self._allows_resident = resident
-        self._resident: ResidentSteps | None = None
-        """Of the model whose kernel may stay on the device now. Its `stop` comes before all other work of the device."""
         self._preparing = False
         self._metrics = metrics
         self._slots, self._spare_slots = slots, SPARE_FACTOR * max_batch_sequences
@@ -133,10 +135,10 @@ class ServedModels:
         if self._pool is None:
             return PreparedModel(self._warm_up(make()))
         torch.cuda.set_device(self.device)
-        self._preparing = True
-        run_between_batches(self._end_resident)
         stream = self._free_streams.pop() if self._free_streams else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._preparing = True
         try:
+            run_between_batches(self.end_resident)
             with torch.cuda.stream(stream):
                 runner = self._warm_up(make(), run_between_batches)
                 largest_bytes = runner.largest_bytes()
@@ -145,12 +147,14 @@ class ServedModels:
             self._free_streams.append(stream)
             raise
         finally:
+            with suppress(RuntimeError):  # of a lost device, which the engine's next batch reports
+                stream.synchronize()
             self._preparing = False
         return PreparedModel(runner, stream, largest_bytes)
 
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
         """Serve a prepared model from now on. Logs if some of its batches have no graph."""
-        self._end_resident()
+        self.end_resident()
         arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
         if arena_bytes > self._arena_bytes:
             reserve_memory(self.device, arena_bytes)
@@ -171,7 +175,7 @@ class ServedModels:
 
     def close(self, key: ModelKey) -> None:
         """Stop serving a model that has no batch in flight."""
-        self._end_resident()
+        self.end_resident()
         stream = self._served.pop(key).stream
         if stream is not None:
             self._free_streams.append(stream)
@@ -202,9 +206,11 @@ class ServedModels:
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
         """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for the usual initial state."""
         numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
-        return self._served[key].runner.encoder.state_from(numbers, ZERO_SLOT)
+        with self._using_device():
+            return self._served[key].runner.encoder.state_from(numbers, ZERO_SLOT)
 
-    def _end_resident(self) -> None:
+    def end_resident(self) -> None:
+        """End the kernel that stays on the device, if there is one. Everything else that uses the device comes after it."""
         if self._resident is not None:
             self._resident.stop()
             self._resident = None
@@ -213,7 +219,7 @@ class ServedModels:
     def _using_device(self) -> Iterator[None]:
         """Use the device between batches. Raise DeviceLost instead of an error after which the device does not work any more."""
         try:
-            self._end_resident()
+            self.end_resident()
             yield
         except RuntimeError as error:
             raise_if_lost(self.device, error)
@@ -241,6 +247,6 @@ def _resident_steps(encoder: Encoder) -> ResidentSteps | None:
     """Return the resident kernel of a model; logs why there is none for a model that it does not run."""
     try:
         return ResidentSteps(encoder)
-    except ContractError as refusal:
+    except (ContractError, CompileError) as refusal:
         Log("engine").info("the model has no resident kernel", model=encoder.spec.name, reason=str(refusal))
         return None

@@ -103,6 +103,7 @@ class ProfilingSession:
     def _blocking(self) -> Iterator[None]:
         """Announce that the loop blocks, so that the supervisor takes neither the process nor its running batch for hung."""
         self._heartbeat.beat(BLOCKED_SECONDS)
+        self._engine.end_resident()
         try:
             yield
         finally:
