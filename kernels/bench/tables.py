@@ -37,4 +37,6 @@ def write_results(
     if folder is not None:
         write(folder / f"{name}.jsonl", records)
         if text:
-            (folder / f"{name}{ending}.txt").write_text(text)
+            path = folder / f"{name}{ending}.txt"
+            path.write_text(text)
+            print(f"written to {path}")

@@ -76,7 +76,7 @@ def _pooled(case: BenchCase, data: Callable[[], Tensor], longest: int, channels_
         if not case.ragged:
             return lambda seen: library(seen, taps, layer.bias).relu_().amax(2)
         # Windows that reach into the padding must not change the maximum. After a ReLU, zeros do not.
-        inside = _until(case, _whole_windows(case, layer), longest - layer.reach + 1)[:, None]
+        inside = _until(case, layer.steps(np.array(case.lengths)).tolist(), longest - layer.reach + 1)[:, None]
         return lambda seen: (library(seen, taps, layer.bias).relu_() * inside).amax(2)
 
     pools = [prepared(layer) for layer in case.weights]
@@ -96,12 +96,6 @@ def _filters(layer: ConvWeights, channels_last: bool) -> Tensor:
 def _in_layout(values: Tensor, channels_last: bool) -> Tensor:
     """Transpose (rows, steps, channels) to (rows, channels, steps), with or without moving the data."""
     return values.contiguous().transpose(1, 2) if channels_last else values.transpose(1, 2).contiguous()
-
-
-def _whole_windows(case: BenchCase, layer: ConvWeights) -> list[int]:
-    """Return the windows of each row, for a layer without padding."""
-    counts: list[int] = layer.steps(np.array(case.lengths)).tolist()
-    return counts
 
 
 def _until(case: BenchCase, counts: list[int], longest: int) -> Tensor:
