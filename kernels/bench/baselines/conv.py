@@ -108,15 +108,11 @@ def _over_vectors(workload: Workload) -> bool:
     return workload.kind in ("text-cnn", "dense-conv")
 
 
-def _over_ids(workload: Workload) -> bool:
-    """The baseline is the same for both of our forms, so it runs once."""
-    return workload.kind == "text-cnn-ids" and workload.form == EMBEDDED
-
-
 CONV = (
     Baseline("one product", square_product, condition=lambda workload: workload.kind == "product"),
     Baseline("torch conv1d", conv1d, condition=_over_vectors),
-    Baseline("torch conv1d", embedding_and_conv1d, condition=_over_ids),
+    # It is the same for both of our forms over ids, so it runs once.
+    Baseline("torch conv1d", embedding_and_conv1d, condition=lambda work: (work.kind, work.form) == ("text-cnn-ids", EMBEDDED)),
     Baseline("torch conv1d", layer_by_layer, condition=lambda workload: workload.kind in STACKS),
     Baseline("channels last", partial(conv1d, channels_last=True), condition=_over_vectors),
 )
