@@ -20,7 +20,7 @@ from kernels.bench.kept import kept
 from kernels.bench.ladder import command as ladder
 from kernels.bench.latency import command as latency
 from kernels.bench.measure import Bench
-from kernels.bench.tables import RESULTS, write
+from kernels.bench.tables import RESULTS, write_results
 from kernels.bench.workload import FORMS
 from kernels.bench.workloads import FAMILIES, workloads
 
@@ -56,13 +56,9 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
     judged = goals.table(goals.goals_for(device.type, setting.threads), measurements, backends)
     if judged:
         print(f"\n{judged}\n")
-    if out is not None:
-        name = setting.file_name(family)
-        written = kept(measurements, backends, device.type, setting.threads) if out == RESULTS else measurements
-        write(out / f"{name}.jsonl", [one.record(setting) for one in written])
-        if judged:
-            (out / f"{name}-goals.txt").write_text(f"{setting}\n\n{judged}\n")
-            print(f"written to {out / name}-goals.txt")
+    written = kept(measurements, backends, device.type, setting.threads) if out == RESULTS else measurements
+    text = f"{setting}\n\n{judged}\n" if judged else ""
+    write_results(out, setting.file_name(family), [one.record(setting) for one in written], text)
     return 1 if findings.wrong else 0
 
 

@@ -65,12 +65,12 @@ def expected_answer(case: BenchCase) -> ExpectedAnswer:
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     state = case.state and replace(case.state, slots=case.state.slots[rows], sources=case.state.sources[rows]).by_row()
     values = _reference(replace(case, x=Ragged(case.x.data[tokens], ends), lengths=lengths, state=state)).to(device)
-    by_step = case.want == "steps"
+    by_step, terms = case.want == "steps", max(array.numel() // array.shape[-1] for array in _multiplied(case.weights))
     return ExpectedAnswer(
         at=tokens if by_step else torch.tensor(rows, device=device),
         values=values,
         shape=(offsets[-1] if by_step else count, values.shape[1]),
-        tolerance=tolerance(ROUNDING[case.workload.dtype], steps * case.workload.depth, _terms(case.weights)),
+        tolerance=tolerance(ROUNDING[case.workload.dtype], steps * case.workload.depth, terms),
     )
 
 
@@ -93,13 +93,8 @@ def tolerance(dtype: torch.dtype, steps: int, terms: int) -> float:
     return step * (8 + 2 * sqrt(steps)) + sums * 2 * sqrt(terms)
 
 
-def _terms(weights: Any) -> int:
-    """Return the number of terms of the longest sum. The last axis of a matrix is that of its outputs."""
-    return max(array.numel() // array.shape[-1] for array in _multiplied(weights))
-
-
 def _multiplied(weights: Any) -> Iterator[Tensor]:
-    """Yield every array of some layers except tables and embeddings: their rows are copied."""
+    """Yield every array of some layers except tables and embeddings: their rows are copied. The last axis is that of the outputs."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, tuple):

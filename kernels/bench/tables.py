@@ -28,3 +28,15 @@ def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     print(f"written to {path}")
+
+
+def write_results(
+    folder: Path | None, name: str, records: Iterable[Mapping[str, Any]], text: str, ending: str = "-goals"
+) -> None:
+    """Write the records of a run, and beside them its text with this ending, if there is a folder and a text."""
+    if folder is not None:
+        write(folder / f"{name}.jsonl", records)
+        if text:
+            path = folder / f"{name}{ending}.txt"
+            path.write_text(text)
+            print(f"written to {path}")

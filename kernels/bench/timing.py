@@ -3,7 +3,7 @@
 eager   a call as in user code; a GPU is idle before it, and idle again when the clock stops
 kernel  copies of the call in one CUDA graph, divided by their number: the time of the device alone. The graph has as many copies as take
         2 ms, judged by calls before the capture, but at least one and at most 20
-replay  one replay of a CUDA graph of one call, between two device events
+replay  `kernel` with one copy: a replay of a CUDA graph of one call, between two device events
 
 `graph_call` returns a replay as a call for `eager`, which includes its launch.
 """
@@ -79,24 +79,16 @@ def eager(call: Callable[[], Any], device: torch.device, budget_s: float) -> Spr
     return repeated(once, budget_s)
 
 
-def kernel(call: Callable[[], Any], check: Callable[[Any], object], budget_s: float) -> Spread:
-    """Time copies of a call in one graph. `check` raises if the answer of a replay is wrong."""
-    return _replayed(call, check, COPIES, budget_s)
-
-
-def replay(call: Callable[[], Any], check: Callable[[Any], object], budget_s: float) -> Spread:
-    return _replayed(call, check, 1, budget_s)
+def kernel(call: Callable[[], Any], check: Callable[[Any], object], budget_s: float, copies: int = COPIES) -> Spread:
+    """Time up to this many copies of a call in one graph. `check` raises if the answer of a replay is wrong."""
+    graph, copies = _checked_graph(call, check, copies)
+    return repeated(lambda: _on_device(graph.replay) / copies, budget_s)
 
 
 def graph_call(call: Callable[[], Any], check: Callable[[Any], object]) -> Callable[[], None]:
     """Return a call that replays a graph of `call`. `check` raises if the answer of a replay is wrong."""
     graph, _ = _checked_graph(call, check, 1)
     return graph.replay
-
-
-def _replayed(call: Callable[[], Any], check: Callable[[Any], object], at_most: int, budget_s: float) -> Spread:
-    graph, copies = _checked_graph(call, check, at_most)
-    return repeated(lambda: _on_device(graph.replay) / copies, budget_s)
 
 
 def _checked_graph(call: Callable[[], Any], check: Callable[[Any], object], at_most: int) -> tuple[torch.cuda.CUDAGraph, int]:

@@ -21,7 +21,7 @@ from kernels.bench.baselines.comparison import step_products
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.goals.limit import HEADING, Limit
 from kernels.bench.report import Setting
-from kernels.bench.tables import aligned, write
+from kernels.bench.tables import aligned, write_results
 from kernels.bench.workload import NEXT_STEPS, Workload
 from kernels.lstm import lstm
 from kernels.ragged import Outputs, Ragged
@@ -106,8 +106,5 @@ def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, p
     ]
     text = f"voice on {setting}\n\n{aligned([HEADING, *lines])}\n"
     print(f"\n{text}")
-    if out is not None:
-        path = out / setting.file_name("voice")
-        write(path.with_name(f"{path.name}.jsonl"), records)
-        path.with_name(f"{path.name}-goals.txt").write_text(text)
+    write_results(out, setting.file_name("voice"), records, text)
     return 0

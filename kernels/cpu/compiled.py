@@ -18,7 +18,6 @@ from numba import _dynfunc, config, njit, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import Environment
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
 from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, code_file
 from kernels.cpu.target import Target, host_target
@@ -42,11 +41,6 @@ def inner(function: Function) -> Function:
     """Compile a function that compiled functions call."""
     compiled: Function = njit(nogil=True, error_model="numpy")(function)
     return compiled
-
-
-def llvm_code(function: Callable[..., tuple[Any, Codegen]]) -> Any:
-    """Return a function for compiled code that is written in LLVM operations. `function` returns its signature and what emits its code."""
-    return intrinsic(function)
 
 
 ALL: list[Compiled] = []

@@ -21,10 +21,10 @@ from kernels.cpu.rows import (
     end_rows,
     floats,
     load_state,
-    number_at,
     order_batch,
     still_running,
     store_state,
+    table_row,
 )
 from kernels.cpu.storage import INT8
 from kernels.cpu.vectors import FLOAT_BYTES, LANES, LONG_BYTES
@@ -176,7 +176,7 @@ def gate_inputs(
     columns, hidden, table = weights.columns, weights.hidden, weights.table
     width = padded_width(hidden)
     for position in range(batch.tokens):
-        row = tokens[position] if not table else _table_row(data, number_bytes, tokens[position], weights.table_rows)
+        row = tokens[position] if not table else table_row(data, number_bytes, tokens[position], 0, weights.table_rows)
         offsets[position] = columns * row
     if table:
         data = table
@@ -199,12 +199,3 @@ def gate_inputs(
     for position in range(batch.tokens):
         offsets[position] = position * out_width
     return memory, width
-
-
-@inner
-def _table_row(ids: int, id_bytes: int, token: int, rows: int) -> int:
-    """Return the id of a token, which is a row of a table."""
-    row = number_at(ids, id_bytes, token)
-    if row < 0 or row >= rows:
-        raise IndexError("a token id is outside of the table")
-    return row

@@ -19,10 +19,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cpu.compiled import Codegen, inner, llvm_code
+from kernels.cpu.compiled import Codegen, inner
 from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes
 from kernels.cpu.launch import TILE_BYTES
 from kernels.cpu.rows import aligned, longs
@@ -169,7 +170,7 @@ def _emit_products(
         add(position, loaded[0])
 
 
-@llvm_code
+@intrinsic  # type: ignore[untyped-decorator]
 def _zeros(_typing: Any) -> tuple[Any, Codegen]:
     """Return the address of as many int64 zeros as a tile has rows."""
 

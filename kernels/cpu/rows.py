@@ -58,12 +58,19 @@ def row_ends(batch: BatchArguments, row: int) -> tuple[int, int]:
 
 
 @inner
+def table_row(numbers: int, number_bytes: int, position: int, first: int, row_count: int) -> int:
+    """Return `first` plus a number. Raises IndexError unless it is a row of a table of `row_count` rows."""
+    row = first + number_at(numbers, number_bytes, position)
+    if row < 0 or row >= row_count:
+        raise IndexError("a token id is outside of the table")
+    return row
+
+
+@inner
 def check_rows(numbers: int, number_bytes: int, count: int, first: int, row_count: int) -> None:
     """Raise IndexError unless `first` and each of the numbers add up to a row of a table of `row_count` rows."""
     for position in range(count):
-        row = first + number_at(numbers, number_bytes, position)
-        if row < 0 or row >= row_count:
-            raise IndexError("a token id is outside of the table")
+        table_row(numbers, number_bytes, position, first, row_count)
 
 
 @inner

@@ -13,8 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.extending import intrinsic
 
-from kernels.cpu.compiled import Codegen, compiled_target, llvm_code
+from kernels.cpu.compiled import Codegen, compiled_target
 from kernels.cpu.storage import BFLOAT16, FLOAT16, FLOAT32
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
@@ -265,10 +266,10 @@ def vector_code(emit: Callable[..., None]) -> Any:
 
         return types.void(*[types.int64] * len(arguments)), codegen
 
-    return llvm_code(function)
+    return intrinsic(function)
 
 
-@llvm_code
+@intrinsic  # type: ignore[untyped-decorator]
 def pointer_at(_typing: Any, address: Any) -> tuple[Any, Codegen]:
     """Return the pointer for an address, for `numba.carray`."""
 

@@ -42,7 +42,7 @@ def fold_taps(embedding: Tensor, filters: Tensor, dtype: torch.dtype | None = No
     multiples of ALIGNED_BYTES with zeros between them, because kernels read that many bytes at once; `dense` rows have no padding.
     """
     stored, columns = dtype or embedding.dtype, filters.shape[2]
-    width = columns if dense else _aligned(columns, stored)
+    width = columns if dense else round_up(columns * stored.itemsize, ALIGNED_BYTES) // stored.itemsize
     tables = embedding.new_zeros(len(filters), FIRST + len(embedding), width, dtype=stored)
     for table, tap in zip(tables, filters, strict=True):
         table[FIRST:, :columns] = fold(embedding.float(), tap)
@@ -95,8 +95,3 @@ def _with_padding(tables: Tensor) -> Tensor:
     padded = step == 1 and width > columns and between_taps == height * width
     whole = taps * between_taps <= tables.untyped_storage().nbytes() // tables.element_size() - tables.storage_offset()
     return tables.as_strided((taps, height, width), tables.stride()) if padded and whole else tables
-
-
-def _aligned(columns: int, dtype: torch.dtype) -> int:
-    """Return the columns rounded up, so that rows begin at multiples of ALIGNED_BYTES."""
-    return round_up(columns * dtype.itemsize, ALIGNED_BYTES) // dtype.itemsize

@@ -76,7 +76,7 @@ def _pooled(case: BenchCase, data: Callable[[], Tensor], longest: int, channels_
         if not case.ragged:
             return lambda seen: library(seen, taps, layer.bias).relu_().amax(2)
         # Windows that reach into the padding must not change the maximum. After a ReLU, zeros do not.
-        inside = _until(case, _whole_windows(case, layer), longest - layer.reach + 1)[:, None]
+        inside = _until(case, layer.steps(np.array(case.lengths)).tolist(), longest - layer.reach + 1)[:, None]
         return lambda seen: (library(seen, taps, layer.bias).relu_() * inside).amax(2)
 
     pools = [prepared(layer) for layer in case.weights]
@@ -98,12 +98,6 @@ def _in_layout(values: Tensor, channels_last: bool) -> Tensor:
     return values.contiguous().transpose(1, 2) if channels_last else values.transpose(1, 2).contiguous()
 
 
-def _whole_windows(case: BenchCase, layer: ConvWeights) -> list[int]:
-    """Return the windows of each row, for a layer without padding."""
-    counts: list[int] = layer.steps(np.array(case.lengths)).tolist()
-    return counts
-
-
 def _until(case: BenchCase, counts: list[int], longest: int) -> Tensor:
     """Return a mask (rows, longest) of the first `counts` positions of each row."""
     device = case.x.data.device
@@ -114,15 +108,11 @@ def _over_vectors(workload: Workload) -> bool:
     return workload.kind in ("text-cnn", "dense-conv")
 
 
-def _over_ids(workload: Workload) -> bool:
-    """The baseline is the same for both of our forms, so it runs once."""
-    return workload.kind == "text-cnn-ids" and workload.form == EMBEDDED
-
-
 CONV = (
     Baseline("one product", square_product, condition=lambda workload: workload.kind == "product"),
     Baseline("torch conv1d", conv1d, condition=_over_vectors),
-    Baseline("torch conv1d", embedding_and_conv1d, condition=_over_ids),
+    # It is the same for both of our forms over ids, so it runs once.
+    Baseline("torch conv1d", embedding_and_conv1d, condition=lambda work: (work.kind, work.form) == ("text-cnn-ids", EMBEDDED)),
     Baseline("torch conv1d", layer_by_layer, condition=lambda workload: workload.kind in STACKS),
     Baseline("channels last", partial(conv1d, channels_last=True), condition=_over_vectors),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import geometric_mean
@@ -11,7 +12,6 @@ from typing import Literal
 from kernels.bench.goals.limit import Limit, Line
 from kernels.bench.report import Measurement
 from kernels.bench.tables import aligned
-from kernels.bench.work import multiplications
 from kernels.bench.workload import Workload
 from kernels.bench.workloads import RECURRENCE_STEPS
 
@@ -30,51 +30,41 @@ class Times:
         """Return the name of our backend, or an empty name when none was timed."""
         return self._chosen.get(workload, "")
 
-    def of(self, backend: str, workload: Workload, timing: str = "kernel") -> float | None:
+    def of(self, backend: str, workload: Workload, timing: str = "kernel") -> float:
+        """Return the median of a backend or a baseline. Raises KeyError when it was not timed."""
         self._used.add((workload, timing, backend))
-        return self._medians.get((workload, timing, backend))
+        return self._medians[workload, timing, backend]
 
     def has_used(self, one: Measurement) -> bool:
         """Whether a goal has asked for the median of a measurement."""
         return (one.workload, one.timing, one.backend) in self._used
 
-    def ours(self, workload: Workload, timing: str = "kernel") -> float | None:
+    def ours(self, workload: Workload, timing: str = "kernel") -> float:
         return self.of(self.chosen(workload), workload, timing)
 
 
-Value = Callable[[Times, Workload], float | None]
-"""Derives the value of a workload from the times of a run. None: a time is missing."""
-
-
-def microseconds(times: Times, workload: Workload) -> float | None:
-    """Return our kernel time."""
-    return times.ours(workload)
+Value = Callable[[Times, Workload], float]
+"""Derives the value of a workload from the times of a run. Raises KeyError when a time is missing."""
 
 
 def speedup(
     *baselines: str, timing: str = "kernel", ours: str | None = None, at: Callable[[Workload], Workload] | None = None
 ) -> Value:
-    """Return the time of the fastest of some baselines as a multiple of our backend's, if all of them were timed.
+    """Return the time of the fastest of some baselines as a multiple of our backend's.
 
     timing, ours: how the baselines and our backend are timed; at: returns the workload of the baselines, if it differs.
     """
 
-    def value(times: Times, workload: Workload) -> float | None:
+    def value(times: Times, workload: Workload) -> float:
         timed = [times.of(name, at(workload) if at else workload, timing) for name in baselines]
-        baseline, our_us = [us for us in timed if us is not None], times.ours(workload, ours or timing)
-        return min(baseline) / our_us if len(baseline) == len(baselines) and our_us is not None else None
+        return min(timed) / times.ours(workload, ours or timing)
 
     return value
 
 
 def over(allowed: Value) -> Value:
     """Return our kernel time as a multiple of the allowed microseconds."""
-
-    def value(times: Times, workload: Workload) -> float | None:
-        our_us, allowed_us = times.ours(workload), allowed(times, workload)
-        return None if our_us is None or allowed_us is None else our_us / allowed_us
-
-    return value
+    return lambda times, workload: times.ours(workload) / allowed(times, workload)
 
 
 def time_of(baseline: str) -> Value:
@@ -82,28 +72,17 @@ def time_of(baseline: str) -> Value:
     return lambda times, workload: times.of(baseline, workload)
 
 
-def rate(baseline: str | None = None) -> Value:
-    """Return the multiplications a microsecond of a baseline, or of our backend."""
-
-    def value(times: Times, workload: Workload) -> float | None:
-        us = times.ours(workload) if baseline is None else times.of(baseline, workload)
-        return None if us is None else multiplications(workload) / us
-
-    return value
-
-
-def step_us(times: Times, short: Workload) -> float | None:
+def step_us(times: Times, short: Workload) -> float:
     """Return the time of a step: the slope between two lengths of a row."""
     few, many = RECURRENCE_STEPS
     backend = times.chosen(short)
     shorter, longer = (times.of(backend, replace(short, steps=steps)) for steps in (few, many))
-    return None if shorter is None or longer is None else (longer - shorter) / (many - few)
+    return (longer - shorter) / (many - few)
 
 
-def fixed_us(times: Times, short: Workload) -> float | None:
+def fixed_us(times: Times, short: Workload) -> float:
     """Return the time of a call that is independent of the number of steps."""
-    slope, shorter = step_us(times, short), times.ours(short)
-    return None if slope is None or shorter is None else shorter - RECURRENCE_STEPS[0] * slope
+    return times.ours(short) - RECURRENCE_STEPS[0] * step_us(times, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +104,11 @@ class Goal:
 
     def values(self, times: Times) -> dict[Workload, float]:
         """Return the value of each workload that has one."""
-        values = {workload: self.value(times, workload) for workload in self.workloads}
-        return {workload: value for workload, value in values.items() if value is not None}
+        values = {}
+        for workload in self.workloads:
+            with suppress(KeyError):
+                values[workload] = self.value(times, workload)
+        return values
 
     def lines(self, values: Mapping[Workload, float], times: Times) -> Iterator[Line]:
         complete = len(values) == len(self.workloads)

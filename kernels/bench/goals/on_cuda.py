@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kernels.bench.convolutions import IDS_FORMS, LARGE, PRODUCT, embedded, temporal, text_cnn, text_cnn_ids
-from kernels.bench.goals.evaluation import Goal, Times, Value, fixed_us, microseconds, over, rate, speedup, step_us, time_of
+from kernels.bench.goals.evaluation import Goal, Times, Value, fixed_us, over, speedup, step_us, time_of
 from kernels.bench.goals.limit import Limit
 from kernels.bench.weights import family_of
+from kernels.bench.work import multiplications
 from kernels.bench.workload import EMBEDDED, FORMS, LONG_MEMORY, Workload
 from kernels.bench.workloads import (
     FOLDED_FORMS,
@@ -46,40 +47,31 @@ def _steps_us(workload: Workload) -> float:
     return workload.steps * STEP_US + FIXED_US
 
 
-def _product_or_steps_us(times: Times, workload: Workload) -> float | None:
-    product_us = times.of("one product", workload)
-    return None if product_us is None else max(1.25 * product_us, _steps_us(workload))
+def _product_or_steps_us(times: Times, workload: Workload) -> float:
+    return max(1.25 * times.of("one product", workload), _steps_us(workload))
 
 
-def _copied_bytes(times: Times, copy: Workload) -> float | None:
-    """Return the bytes that the device reads and writes in a microsecond of a float16 copy."""
-    us = times.of("device copy", copy)
-    return None if us is None else 2 * copy.steps * copy.inputs * 2 / us
+def _copied_terabytes(times: Times, copy: Workload) -> float:
+    """Return the terabytes that the device reads and writes in a second of a float16 copy."""
+    return 2 * copy.steps * copy.inputs * 2 / times.of("device copy", copy) / 1e6
 
 
-def _copied_terabytes(times: Times, copy: Workload) -> float | None:
-    copied = _copied_bytes(times, copy)
-    return None if copied is None else copied / 1e6
-
-
-def _folded_us(times: Times, workload: Workload) -> float | None:
+def _folded_us(times: Times, workload: Workload) -> float:
     """Return twice the time in which the device copies the bytes that a folded layer gathers, or a minimum."""
     family = family_of(workload)
     blocks = len(family.gates) + len(family.table_gates)
     gathered = workload.rows * workload.steps * blocks * workload.hidden * 2
     minimum = _steps_us(workload) if workload.form == "v2" else FIXED_US
-    rates = (_copied_bytes(times, copy) for copy in COPIES)
-    return next((max(2 * gathered / copied, minimum) for copied in rates if copied is not None), None)
+    copy = next(copy for copy in COPIES if copy.family == workload.family)
+    return max(2 * gathered / (1e6 * _copied_terabytes(times, copy)), minimum)
 
 
-def _teraflops(times: Times, product: Workload) -> float | None:
-    multiplied = rate("one product")(times, product)
-    return None if multiplied is None else 2 * multiplied / 1e6
+def _teraflops(times: Times, product: Workload) -> float:
+    return 2 * multiplications(product) / times.of("one product", product) / 1e6
 
 
-def _share_of_product_rate(times: Times, workload: Workload) -> float | None:
-    ours, product = rate()(times, workload), rate("one product")(times, PRODUCT["cuda"])
-    return None if ours is None or product is None else ours / product
+def _share_of_product_rate(times: Times, workload: Workload) -> float:
+    return 2 * multiplications(workload) / times.ours(workload) / 1e6 / _teraflops(times, PRODUCT["cuda"])
 
 
 def _scans(family: str, kind: str, form: str) -> list[Workload]:
@@ -198,7 +190,7 @@ GOALS = [
     # Convolutions: of two forms over token ids, the faster form counts.
     Goal("one product", [PRODUCT["cuda"]], _teraflops, Limit(None, "TFLOP/s"), "best form", context=True),
     Goal(f"{LARGE}, share of the product rate", [LARGE], _share_of_product_rate, Limit(0.85), "best form"),
-    Goal(_name(ONE_ROW), ONE_ROW, microseconds, Limit(10, "us"), "best form"),
+    Goal(_name(ONE_ROW), ONE_ROW, Times.ours, Limit(10, "us"), "best form"),
     Goal(f"{_name(MANY_ROWS)}, {_LIBRARY}", MANY_ROWS, speedup(_LIBRARY, at=embedded), Limit(3), "best form"),
     Goal(f"{VECTORS}, {_LIBRARY}", [VECTORS], speedup(_LIBRARY), Limit(3), "best form"),
     Goal(f"{TEMPORAL}, {_LIBRARY}", [TEMPORAL], speedup(_LIBRARY), Limit(4), "best form"),

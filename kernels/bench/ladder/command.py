@@ -12,7 +12,7 @@ from kernels.bench.ladder import report
 from kernels.bench.ladder.climb import Climb, climb, product_rate, workload_for
 from kernels.bench.ladder.rungs import RUNGS
 from kernels.bench.report import Setting
-from kernels.bench.tables import write
+from kernels.bench.tables import write_results
 
 DTYPES = {"cuda": ("float16", "float32"), "cpu": ("float32",)}
 """A CPU computes in float32."""
@@ -29,11 +29,8 @@ def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, p
         climbs.append(replace(result, peak=product_rate(device, dtype, budget_s)))
     text = _text(climbs, setting)
     print(f"\n{text}")
-    if out is not None:
-        name = setting.file_name("ladder")
-        write(out / f"{name}.jsonl", [record for result in climbs for record in report.records(result, setting)])
-        (out / f"{name}.txt").write_text(text)
-        print(f"written to {out / name}.txt")
+    records = [record for result in climbs for record in report.records(result, setting)]
+    write_results(out, setting.file_name("ladder"), records, text, ending="")
     return 1 if any(result.wrong for result in climbs) else 0
 
 

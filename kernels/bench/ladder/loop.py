@@ -49,13 +49,9 @@ class LadderPlan:
 
     def on(self, device: torch.device) -> LadderPlan:
         """Return the plan without the optimisations that a device lacks."""
-        cuda = device.type == "cuda"
-        return replace(
-            self,
-            two_streams=self.two_streams and cuda,
-            fused=self.fused and cuda and cupy_installed(),
-            wavefront=self.wavefront and cuda,
-        )
+        if device.type != "cuda":
+            return replace(self, two_streams=False, fused=False, wavefront=False)
+        return replace(self, fused=self.fused and cupy_installed())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +96,14 @@ class LadderLayer:
 
     def pointwise(self, step: int, fused: bool) -> Launch:
         """Return the launches of the operations after the products of a step."""
-        if fused:
-            return self._fused(step)
-        blocks = self.of_inputs[step].chunk(4, dim=1), self.of_hidden.chunk(4, dim=1), self.bias.chunk(4)
-        return partial(lstm_cell, *blocks, self.cell, into=(self.hidden[step + 1], self.cell))
-
-    def _fused(self, step: int) -> Launch:
+        if not fused:
+            blocks = self.of_inputs[step].chunk(4, dim=1), self.of_hidden.chunk(4, dim=1), self.bias.chunk(4)
+            return partial(lstm_cell, *blocks, self.cell, into=(self.hidden[step + 1], self.cell))
         device, halves = device_index(self.bias.device), int(self.bias.dtype == torch.float16)
         kernel = load_kernel(SOURCE, device, threads=THREADS, HALVES=halves)
         arrays = self.of_inputs[step], self.of_hidden, self.bias, self.cell, self.hidden[step + 1]
-        blocks = ceil_div(self.cell.numel(), THREADS), 1, 1
-        return partial(kernel.launch, blocks, 0, [*(array.data_ptr() for array in arrays), *self.cell.shape])
+        grid = ceil_div(self.cell.numel(), THREADS), 1, 1
+        return partial(kernel.launch, grid, 0, [*(array.data_ptr() for array in arrays), *self.cell.shape])
 
 
 def looped(plan: LadderPlan, case: BenchCase) -> TimedCall:

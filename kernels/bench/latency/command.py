@@ -18,7 +18,7 @@ from kernels.bench.baselines.layers import padded
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.goals.limit import HEADING, Limit
 from kernels.bench.report import Setting
-from kernels.bench.tables import aligned, three_digits, write
+from kernels.bench.tables import aligned, three_digits, write_results
 from kernels.bench.workload import ENCODER, Workload
 from kernels.lstm import FAMILY, FUSED
 from kernels.persistent.resident import Resident
@@ -93,10 +93,7 @@ def run(device: torch.device, quick: bool, setting: Setting, out: Path | None, p
                 records.append({**measured, **percentiles, "error": error, **asdict(setting)})
     text = f"latency on {setting}\n\n{_table(records)}\n\n{_goals(records)}\n"
     print(f"\n{text}")
-    if out is not None:
-        path = out / setting.file_name("latency")
-        write(path.with_name(f"{path.name}.jsonl"), records)
-        path.with_name(f"{path.name}-goals.txt").write_text(text)
+    write_results(out, setting.file_name("latency"), records, text)
     return int(failed)
 
 
