@@ -75,7 +75,8 @@ def test_model_with_a_failed_capture_is_never_half_ready(tmp_path: Path, monkeyp
                 models.words(root, f"after-{how}")
                 load(server, f"after-{how}")
                 assert server.metric("seqserve_graphs", model=f"after-{how}") > 0
-        without = [event for event in server.events("some batches run without a graph") if event["model"] == HARMED_MODEL]
+        missing = [event for event in server.events("some batches run without a graph") if event["model"] == HARMED_MODEL]
+        without = [event for event in missing if not event["graphs"]]  # on a busy GPU, others leave out the last graphs
         assert len(without) == 3
         for event in without:
             assert event["reason"].startswith("the capture of a batch of ") and " failed: CUDA error" in event["reason"]

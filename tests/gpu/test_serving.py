@@ -16,7 +16,7 @@ from tests.traces import DrawnSlice
 
 MODELS = Path(__file__).resolve().parent.parent.parent / "models"
 TEXTS = ["question-type-cnn", "question-type-lstm", "question-type-sru"]
-BACKENDS = dict(zip(TEXTS, ("fused", "persistent", "fused"), strict=True)) | {"sensor-forecast": "persistent"}
+BACKENDS = dict(zip(TEXTS, ("fused", "adaptive", "fused"), strict=True)) | {"sensor-forecast": "adaptive"}
 QUESTIONS = [
     "How far is it from Denver to Aspen ?",
     "Who wrote Hamlet ?",
