@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -81,14 +81,14 @@ class RunnableHead:
             x = encoded.steps if vector is None else vector
             assert x is not None, "the head wants these vectors"
             scores = self._linear(x)
-        return replace(self.answers(scores, offsets), embedding=vector)
+        return self.answers(scores, offsets, vector)
 
-    def answers(self, logits: Tensor, offsets: Tensor) -> HeadOutput:
+    def answers(self, logits: Tensor, offsets: Tensor, embedding: Tensor | None = None) -> HeadOutput:
         """Return the answers for the scores of the linear layer, (lines, n)."""
         scores, picks = self.scores(logits), None
         if self._choose is not None:
             scores, picks = self._choose(self._head, scores, offsets)
-        return HeadOutput(scores, picks, None, self._per_step)
+        return HeadOutput(scores, picks, embedding, self._per_step)
 
     @property
     def newest_alone(self) -> tuple[Tensor, Tensor] | None:
