@@ -19,7 +19,7 @@ INCOMPLETE = {
     "model.keras": "is not a complete",
     "model.pt2": "is no archive of torch|has no module",
     "traced.pt": "is no archive of torch",
-    "weights.pt": "is no archive of torch.save",
+    "weights.pt": "is no archive of torch.save|is damaged",
     "weights.safetensors": "is not a complete safetensors file",
 }
 

@@ -20,7 +20,7 @@ from service.modeling.spec.files import read_file
 
 SAFETENSORS = ".safetensors"
 """The suffix of files with tensors in alphabetical order, not in the order of the model."""
-MAX_TENSORS = 100_000
+MAX_TENSORS, ZIP_MAGIC = 100_000, b"PK\3\4"
 TOP, LONGEST = ".", 1000
 """The place of tensors that are in no dictionary of a checkpoint, and the length of a place within which none is read."""
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
@@ -82,7 +82,11 @@ def _state_dicts(file: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_archive(file: Path) -> None:
-    """Raise ImportRefused unless the file is an archive as torch.save writes it: uncompressed, so that it cannot expand."""
+    """Raise ImportRefused for an archive that torch.save does not write: a compressed archive can expand. Before 1.6, torch.save wrote
+    pickles and numbers one after the other, in no archive."""
+    with file.open("rb") as opened:
+        if opened.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
+            return
     damaged = refusing(ZIP_ERRORS, f"{file} is no archive of torch.save", "save it again with a current torch")
     with damaged, zipfile.ZipFile(file) as archive:
         is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())

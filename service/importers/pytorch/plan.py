@@ -82,8 +82,10 @@ def usual_order(modules: Sequence[ModuleTensors]) -> list[ModuleTensors]:
 def suggest(modules: Sequence[ModuleTensors]) -> Plan:
     """Return the plan of modules in the order of the state_dict; raises ImportQuestion if a module has no known form."""
     of_loss = [one for one in modules if LOSS.search(one.name) and all(array.ndim < 2 for array in one.tensors.values())]
-    plan, remaining = Plan(), [module for module in modules if module not in of_loss]
+    numbers = [one for one in modules if one.kind == "unknown" and all(array.size == 1 for array in one.tensors.values())]
+    plan, remaining = Plan(), [module for module in modules if module not in (*of_loss, *numbers)]
     plan.assumed += [f"{module.name}: weights of a loss, which no layer needs" for module in of_loss]
+    plan.assumed += [f"{', '.join(one.names.values())}: numbers that no layer needs; factors fit too" for one in numbers]
     while remaining:
         module = remaining.pop(0)
         if module.kind == "unknown":

@@ -54,6 +54,23 @@ def test_wrong_content_is_refused_by_name(tmp_path: Path, content: Any, message:
     assert_refused(tmp_path / "weights.pt", message)
 
 
-def test_legacy_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    torch.save(STATE_DICT, tmp_path / "weights.pt", _use_new_zipfile_serialization=False)
-    assert_refused(tmp_path / "weights.pt", "save it again with a current torch")
+def lying(content: bytes) -> bytes:
+    """Return the file with a tensor of 24 numbers that claims 2^35."""
+    return content.replace(b"K\x18", b"\x8a\x05" + (1 << 35).to_bytes(5, "little"))
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda content: content[:-9], lambda content: content[:99], lying, lambda _: b"", lambda _: b"x" * 999]
+)
+def test_damaged_file_of_an_older_torch_is_refused(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save(STATE_DICT, file, _use_new_zipfile_serialization=False)
+    content = file.read_bytes()
+    assert harm(content) != content
+    file.write_bytes(harm(content))
+    assert_refused(file, "is damaged")
+
+
+def test_code_in_a_file_of_an_older_torch_is_not_executed(tmp_path: Path) -> None:
+    torch.save({**STATE_DICT, "extra": Code()}, tmp_path / "weights.pt", _use_new_zipfile_serialization=False)
+    assert_refused(tmp_path / "weights.pt", r"has the object posix\.mkdir, which is code, and is not read")

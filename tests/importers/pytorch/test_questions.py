@@ -100,13 +100,15 @@ def test_options_of_sru_are_asked_for(tmp_path: Path, both: bool) -> None:
 
 
 def test_recipe_samples_or_flag_answer(tmp_path: Path) -> None:
-    """Outputs of every step prove no head, and short sequences nothing. The weights of a loss are no layer."""
+    """Outputs of every step prove no head, and short sequences nothing. The weights of a loss and lone numbers are no layer."""
     file = write(tmp_path, {"teacher": {"a": torch.ones(2)}, "student": {"a": torch.ones(2)}})
     assert main(["import", str(file), "--name", "model", "--models", str(tmp_path / "models")]) == 2
     assert_asks(tmp_path, file, "weights at teacher, student: add --weights NAME", weights="other")
     model = tagger(criterion=nn.CrossEntropyLoss(torch.ones(LABELS)))
+    model.similarity = nn.Parameter(torch.ones(1))
     file, check = save(tmp_path, model), expected(model, random_ids())
-    recipe = assert_asks(tmp_path, file, "- criterion: weights of a loss", "- head.kind: ", "- head.pool: ")
+    texts = "- criterion: weights of a loss", "- similarity: numbers that no layer needs", "- head.kind: ", "- head.pool: "
+    recipe = assert_asks(tmp_path, file, *texts)
     steps = {name: check[name] for name in ("ids", "offsets", "sequence")}
     for given in ("", LAYERS + '[head]\nfrom = "classifier"\n'):
         assert_asks(tmp_path, file, "- head.kind: ", recipe=given, check=steps)

@@ -48,7 +48,7 @@ def test_recipe_says_what_the_file_does_not(tmp_path: Path) -> None:
     assert (imported.description, imported.input.max_steps, imported.input.features) == ("An encoder", 99, FEATURES)
 
 
-@pytest.mark.parametrize("form", ["nested", "safetensors", "half", "double"])
+@pytest.mark.parametrize("form", ["nested", "safetensors", "half", "double", "before 1.6"])
 def test_files_that_hold_a_state_dict(tmp_path: Path, form: str) -> None:
     model = randomize(Tagger("LSTM"))
     dtype = {"half": torch.float16, "double": torch.float64}.get(form, torch.float32)
@@ -57,7 +57,8 @@ def test_files_that_hold_a_state_dict(tmp_path: Path, form: str) -> None:
     if form == "safetensors":
         save_file(state, file)
     else:
-        torch.save({"epoch": 3, "optimizer": {}, "state_dict": state} if form == "nested" else state, file)
+        content = {"epoch": 3, "optimizer": {}, "state_dict": state} if form == "nested" else state
+        torch.save(content, file, _use_new_zipfile_serialization=form != "before 1.6")
     model.load_state_dict({name: value.float() for name, value in state.items()})
     for version in ("1", "2"):
         report = import_file(tmp_path, file, check=expected(model, random_ids()))
