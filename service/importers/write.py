@@ -38,7 +38,8 @@ def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
                 f"has the shape {arrays[name].shape} in the checkpoint" if name in arrays else "is missing in the checkpoint"
             )
             needed = f"needs {shapes[name]}" if name in shapes else "has no such tensor"
-            raise draft.refusal(f"{name} {found}, and the model {needed}: correct the recipe")
+            advice = "" if draft.assumed else ": correct the recipe, or write one"
+            raise draft.refusal(f"{name}{_of_source(draft, name)} {found}, and the model {needed}{advice}")
     weights = {}
     for name, array in arrays.items():
         tensor = torch.from_numpy(array)
@@ -48,6 +49,13 @@ def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
             )
         weights[name] = tensor.to(dtype, copy=True)  # a source may use one array in two places, which a file cannot
     return weights
+
+
+def _of_source(draft: Draft, name: str) -> str:
+    """Return the tensors of the source that make the layer of a tensor, or the head, in brackets."""
+    place = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "head"
+    found = [source for source, used in draft.used.items() if used.split()[0] == place]
+    return f" (of {', '.join(found[:2] + ['...'] * (len(found) > 2))})" if found else ""
 
 
 def write_version(root: Path, model: spec.ModelSpec, weights: Mapping[str, Tensor], card: str, tokenizer: str | None) -> Path:

@@ -36,7 +36,10 @@ WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, IH: torch.ones(7, 3)}, "has the shape"),
     ({**STATE_DICT, BIAS: torch.ones(9)}, r"these tensors do not make a lstm layer .* \(9,\)"),
     ({**STATE_DICT, HH: torch.ones(8)}, "rnn has the tensors"),
-    ({**STATE_DICT, HH: torch.ones(9, 2)}, r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
+    (
+        {**STATE_DICT, HH: torch.ones(9, 2)},
+        r"recurrent \(of rnn.weight_ih_l0, rnn.weight_hh_l0, ...\) has the shape \(2, 9\)",
+    ),
     ({**STATE_DICT, IH: torch.ones(8, 3, dtype=torch.int8)}, r"weight_ih_l0 \(8, 3\) of int8"),
     (
         {**STATE_DICT, IH: torch.ones(8, 3).to(torch.float8_e4m3fn)},

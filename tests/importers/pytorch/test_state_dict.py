@@ -102,7 +102,10 @@ def test_wrong_check_is_refused(tmp_path: Path, change: dict[str, Tensor | None]
         ('[[layers]]\nkind = "lstm"', "layers.0 of the recipe needs `from`"),
         ('[[layers]]\nkind = "lstm"\nfrom = "no"', "no tensor starts with 'no': the modules are embedding, rnn, classifier"),
         ('[[layers]]\nkind = "gru"\nfrom = "rnn"', "rnn is a lstm, and the recipe says otherwise"),
-        ('[head]\nlabels = ["a", "b"]', r"head.weight has the shape \(5, 3\) in the checkpoint, and the model needs \(5, 2\)"),
+        (
+            '[head]\nlabels = ["a", "b"]',
+            r"head.weight \(of classifier.weight, classifier.bias\) has the shape \(5, 3\) in the checkpoint, and the model needs \(5, 2\)",
+        ),
         ('[head]\npool = "best"', "head.pool: the value is 'best'"),
         ('precision = "int8"', "import in float32, then run seqserve compress"),
         ("input.max_steps = 0", "input.max_steps"),

@@ -106,7 +106,7 @@ class Labelled(HeadTable):
         if len(set(self.labels)) != len(self.labels):
             raise ValueError("labels must be unique")
         if len(self.labels) == 1 and not getattr(self, "multi_label", False):
-            raise ValueError("labels has one label, and softmax would always choose it: add the other labels")
+            raise ValueError("labels has one label, and softmax would always choose it: add the other labels, or take regress")
         return self
 
 
