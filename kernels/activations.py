@@ -26,11 +26,13 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "softsign": functional.softsign,
     "hard_sigmoid": lambda x, alpha, beta: (alpha * x + beta).clamp(0, 1),
     "hard_tanh": lambda x: x.clamp(-1, 1),
+    "clip": lambda x, alpha, beta: x.clamp(alpha, beta),
     "scaled_tanh": lambda x, alpha, beta: alpha * torch.tanh(beta * x),
     "affine": lambda x, alpha, beta: alpha * x + beta,
     "exponential": torch.exp,
 }
-"""The functions of a tensor and of the parameters alpha and beta, named and defined as in ONNX; gelu has the error function."""
+"""The functions of a tensor and of the parameters alpha and beta, named and defined as in ONNX; gelu has the error function, and alpha
+and beta of clip are its minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)

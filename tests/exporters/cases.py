@@ -15,7 +15,7 @@ EMBEDDING = {"kind": "embedding", "width": 4}
 RELU6_GATES = {"kind": "hard_sigmoid", "alpha": 1 / 6, "beta": 0.5}
 NAMES = (
     *("none", "sigmoid", "tanh", "relu", "relu6", "selu", "gelu", "gelu_tanh", "silu", "softplus", "softsign"),
-    *("hard_tanh", "exponential", "leaky_relu", "thresholded_relu", "elu", "hard_sigmoid"),
+    *("hard_tanh", "exponential", "leaky_relu", "thresholded_relu", "elu", "hard_sigmoid", "clip"),
 )
 ACTIVATIONS: dict[str, Any] = {
     **dict(zip(NAMES, NAMES, strict=True)),
@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Any] = {
     "elu, alpha 0.5": {"kind": "elu", "alpha": 0.5},
     "hard_sigmoid, alpha 1/6": RELU6_GATES,
     "scaled_tanh, alpha 1.5, beta 0.75": {"kind": "scaled_tanh", "alpha": 1.5, "beta": 0.75},
+    "clip, alpha -0.5, beta 0.25": {"kind": "clip", "alpha": -0.5, "beta": 0.25},
     "affine, alpha 0.5, beta 0.25": {"kind": "affine", "alpha": 0.5, "beta": 0.25},
 }
 NOWHERE = {"pytorch": "", "onnx": ""}

@@ -13,8 +13,8 @@ def activated(graph: ExportedGraph, activation: Activation, x: str) -> str:
     kind, named = activation.kind, parameters(activation)
     if kind == "none":
         return x
-    if kind in BOUNDS:
-        return graph.add("Clip", x, *(graph.number(bound) for bound in BOUNDS[kind]))
+    if kind in BOUNDS or kind == "clip":
+        return graph.add("Clip", x, *map(graph.number, BOUNDS.get(kind, named.values())))
     if kind in ("gelu", "gelu_tanh"):
         return graph.add("Gelu", x, approximate="none" if kind == "gelu" else "tanh")
     if kind == "silu":

@@ -25,12 +25,14 @@ TOLERANCE = 2e-6
 """Constants of float32, such as 1.4142135, move a function by about 1e-7 of its value."""
 MONOTONE = (
     *("none", "sigmoid", "tanh", "relu", "relu6", "softplus", "softsign"),
-    *("hard_sigmoid", "hard_tanh", "leaky_relu", "elu", "selu"),
+    *("hard_sigmoid", "hard_tanh", "clip", "leaky_relu", "elu", "selu"),
 )
 """Activations that keep the order of numbers, with positive parameters: a maximum may be taken before or after them."""
 _NEAR_ZERO = np.geomspace(1e-9, 1e-2, 29)
 _GRID = np.concatenate([np.linspace(-12, 12, 4801), np.linspace(-300, 300, 601), _NEAR_ZERO, -_NEAR_ZERO, [-3e38, 3e38]])
 """A step at zero does not match a steep activation: some numbers are close to zero."""
+NO_BOUND = -3.4e38
+"""The minimum of a clip without one: nearly the least number of float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,7 @@ def _candidates(function: Function) -> list[dict[str, Any]]:
     fitted: list[dict[str, Any]] = [
         {"kind": "leaky_relu", "alpha": -below},
         {"kind": "elu", "alpha": -low},
+        {"kind": "clip", "alpha": NO_BOUND if low == -300 else low, "beta": -NO_BOUND if far == 300 else far},
         {"kind": "hard_sigmoid", "alpha": (above - zero) * 1e3, "beta": zero},
         {
             "kind": "scaled_tanh",
@@ -136,8 +139,12 @@ def _candidates(function: Function) -> list[dict[str, Any]]:
         {"kind": "affine", "alpha": zero - below, "beta": zero},
     ]
     finite = [each for each in fitted if all(math.isfinite(each.get(name, 0.0)) for name in ("alpha", "beta"))]
-    return plain + [
+    written: list[dict[str, Any]] = [
         {name: shortest(value) if isinstance(value, float) else value for name, value in each.items()} for each in finite
+    ]
+    defaults = [{"kind": each["kind"], **PARAMETERS[each["kind"]]} for each in written]
+    return plain + [
+        {"kind": each["kind"]} if each == default else each for each, default in zip(written, defaults, strict=True)
     ]
 
 

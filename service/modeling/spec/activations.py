@@ -27,6 +27,7 @@ Kind = Literal[
     "softsign",
     "hard_sigmoid",
     "hard_tanh",
+    "clip",
     "scaled_tanh",
     "affine",
     "exponential",
@@ -40,6 +41,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
     "hard_sigmoid": {"alpha": 0.2, "beta": 0.5},
     "scaled_tanh": {"alpha": 1.0, "beta": 1.0},
     "affine": {"alpha": 1.0, "beta": 0.0},
+    "clip": {"alpha": 0.0, "beta": 1.0},
 }
 """The parameters of each activation that has any, with their defaults, which are those of ONNX."""
 
@@ -50,7 +52,7 @@ def class_name(kind: str) -> str:
 
 
 _OF_RECURRENT = ("sigmoid", "tanh", "relu", "softplus", "softsign", *PARAMETERS)
-ONNX_RECURRENT = {kind: class_name(kind) for kind in _OF_RECURRENT}
+ONNX_RECURRENT = {kind: class_name(kind) for kind in _OF_RECURRENT if kind != "clip"}
 """Activations by their names in the recurrent operators of ONNX."""
 ONNX = {kind: name for kind, name in ONNX_RECURRENT.items() if kind not in ("scaled_tanh", "affine")}
 ONNX |= {"selu": "Selu", "exponential": "Exp"}
@@ -80,6 +82,8 @@ class Activation(Table):
         for name in ("alpha", "beta"):
             if getattr(self, name) is not None and name not in known:
                 raise ValueError(f"{self.kind} has no parameter {name}: remove it")
+        if self.kind == "clip" and self.parameters[0] >= self.parameters[1]:
+            raise ValueError("clip keeps no number between alpha and beta: alpha must be below beta")
         return self
 
     @model_serializer

@@ -72,7 +72,7 @@ ACTIVATIONS = (
     *("celu", "gelu", "silu", "leaky_relu", "exponential"),
 )
 OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
-    *(("ReLU", option) for option in ({"max_value": 6.0}, {"negative_slope": 0.2}, {"threshold": 0.7})),
+    *(("ReLU", option) for option in ({"max_value": 6.0}, {"max_value": 2.0}, {"negative_slope": 0.2}, {"threshold": 0.7})),
     *(("LeakyReLU", {"negative_slope": 0.05}), ("ELU", {"alpha": 0.5})),
 ]
 WITHOUT_EFFECT = ("Dropout", "SpatialDropout1D", "GaussianNoise", "GaussianDropout", "AlphaDropout", "ActivityRegularization")
@@ -88,7 +88,6 @@ OF_STEPS = [
     *(imports(f"Activation: {name}", cell("GRU", **STEPS), one("Activation", name), more=True) for name in ACTIVATIONS),
     refuses("Activation: mish", "its activation is 'mish'", one("Activation", "mish")),
     *(imports(f"{kind}: {named(options)}", dense(4), one(kind, **options)) for kind, options in OWN_LAYERS),
-    refuses("ReLU: max_value=2.0", "no activation of model.toml computes", one("ReLU", max_value=2.0)),
     imports("PReLU: one slope", dense(1), one("PReLU", shared_axes=[1])),
     refuses("PReLU: a slope for each column", "a slope for each column", one("PReLU", shared_axes=[1])),
     imports("Dense: a layer as its activation", lambda layers: layers.Dense(4, activation=layers.LeakyReLU(0.1))),

@@ -140,7 +140,9 @@ ACTIVATIONS: dict[str, list[Operator]] = {
     "softplus by choice": [softplus_by_choice],
     "Clip: from 0 to 6": [("Clip", 0.0, 6.0)],
     "Clip: from -1 to 1": [("Clip", -1.0, 1.0)],
+    "Clip: from -0.25 to 2": [("Clip", -0.25, 2.0)],
     "Clip: from 0": [("Clip", 0.0, None)],
+    "Clip: to 1": [("Clip", None, 1.0)],
     **{f"{name}: a constant for each column": [with_weights(name, [WIDTH])] for name in ARITHMETIC},
     **{f"{name}: from a constant": [with_weights(name, [WIDTH], first=True)] for name in ARITHMETIC[:3]},
 }
@@ -150,7 +152,6 @@ REFUSED: dict[str, tuple[list[Operator], str]] = {
     "PRelu: a slope for each column": ([with_weights("PRelu", [WIDTH])], "slope for each column"),
     "a step": ([("Greater", 0.0), ("Cast", {"to": TensorProto.FLOAT})], NO_ACTIVATION),
     "Where: by a constant": ([("Where", np.array([True, False, True, True, False]), "_", 0.0)], "cannot be imported"),
-    "Clip: to 1": ([("Clip", None, 1.0)], NO_ACTIVATION),
     "Add: a constant for each step": ([with_weights("Add", [10007, 1])], "for each of the steps"),
     "LayerNormalization: axis 1": ([with_weights("LayerNormalization", [WIDTH], [WIDTH], axis=1)], "normalises several axes"),
     "LayerNormalization: of two pools": ([two_pools, with_weights("LayerNormalization", [2 * WIDTH])], "follows the pool"),
