@@ -291,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--tokenizer", **FILE, help="tokenizer.json of a model for texts")
     command.add_argument("--check", **FILE, help=".npz of sample inputs and the outputs of the source")
+    command.add_argument("--assume", action="store_true", help="take what the checkpoint lacks as most models have it")
     command.add_argument(
         "--tolerance", type=above_zero(float), default=1e-5, metavar="T", help="largest difference from the source's outputs"
     )

@@ -8,11 +8,22 @@ from service.importers.check import Difference, SourceComparison
 from service.importers.draft import Draft
 
 
-def card(name: str, draft: Draft, source: str, digest: str, found: SourceComparison | None, tolerance: float) -> str:
-    """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: the comparison, or None."""
+def card(
+    name: str,
+    draft: Draft,
+    source: str,
+    digest: str,
+    assumed: Sequence[str],
+    found: SourceComparison | None,
+    tolerance: float,
+) -> str:
+    """Return the card. source: the name of the checkpoint; digest: its SHA-256; assumed: what nothing proves; found: the comparison, or
+    None."""
     lines = [f"# {name}", "", f"Imported from `{source}` ({draft.source}), SHA-256 `{digest}`.", ""]
     if draft.notes:
         lines += ["## Differences from the source", "", *(f"- {note}" for note in draft.notes), ""]
+    if assumed:
+        lines += ["## Assumed, because the source lacks it", "", *(f"- {text}" for text in assumed), ""]
     lines += ["## Evidence", "", *_evidence(found, tolerance), ""]
     return "\n".join(lines)
 

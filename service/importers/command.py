@@ -43,7 +43,8 @@ class ImportRequest:
 
     checkpoint: the file; name: of the model; format: a name in `formats.FORMATS`, or None to derive it from the file name; recipe: a file,
     or None; weights: the places of a state_dict within the checkpoint, or None for its only one; tokenizer: a tokenizer.json for models of
-    texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the largest difference that passes.
+    texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the largest difference that passes; assume: whether
+    assumptions need no proof.
     """
 
     checkpoint: Path
@@ -54,6 +55,7 @@ class ImportRequest:
     tokenizer: Path | None = None
     check: Path | None = None
     tolerance: float = 1e-5
+    assume: bool = False
 
 
 def import_model(settings: Settings, request: ImportRequest, say: Callable[[str], None]) -> Path:
@@ -83,10 +85,13 @@ def import_model(settings: Settings, request: ImportRequest, say: Callable[[str]
         "head" if compared == {"sequence"} else "head.kind" if compared <= {"sequence", "embedding", "logits"} else None
     )
     unproven = [text for text in draft.assumed if not compared or (open_parts and text.startswith(open_parts))]
-    if unproven:
-        raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
+    if unproven and not request.assume:
+        reason = "Nothing was written: the outputs depend on more than the checkpoint says. --assume takes it as it is here"
+        raise draft.refusal(reason, unproven)
+    for text in unproven:
+        say(f"assumed: {text}")
     digest = spec.digest(read_file(request.checkpoint))
-    content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
+    content = card(request.name, draft, request.checkpoint.name, digest, unproven, found, request.tolerance)
     folder = write_version(settings.written_models, model, weights, content, words.definition.decode() if words else None)
     say(f"{folder} is complete.")
     say(f"Serve it: seqserve serve --models {shlex.quote(str(settings.written_models))}")

@@ -114,6 +114,8 @@ def test_recipe_samples_or_flag_answer(tmp_path: Path) -> None:
         assert_asks(tmp_path, file, "- head.kind: ", recipe=given, check=steps)
     assert_asks(tmp_path, file, "- head.kind: ", check={name: array for name, array in check.items() if name != "scores"})
     assert_asks(tmp_path, file, "no sequence in check.npz has two steps", check=expected(model, random_ids([1, 1])))
+    assert any(line.startswith('assumed: head.kind: "classify"') for line in import_file(tmp_path, file, assume=True))
+    assert '- head.kind: "classify"' in (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
     for answers in ({"check": check}, {"recipe": recipe}, {"recipe": 'head = {kind = "tag"}', "check": steps}):
         assert "  criterion.weight is not used" in import_file(tmp_path, file, **answers)
 
