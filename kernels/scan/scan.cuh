@@ -277,15 +277,18 @@ struct Encoder {
         }
     }
 
-    // Writes the outputs of every step of a run, and stores the hidden values for the pools.
-    __device__ __forceinline__ void emit(Kept* at, const Rows& rows, const Rest (&rests)[RUN], float cell_before, const float (&cells)[RUN]) const {
+    // Writes the outputs of every step of a run, and stores the hidden values for the pools. begun: the cell from which the last row that
+    // begins in the run starts.
+    __device__ __forceinline__ void emit(
+        Kept* at, const Rows& rows, const Rest (&rests)[RUN], float cell_before, float begun, const float (&cells)[RUN]
+    ) const {
         const int steps = min(RUN, stream.places - rows.place);
         const long long stride = stream.direction ? -call.width : call.width;
         float* to = call.steps ? call.steps + output_index(stream.token(rows.place)) : nullptr;
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
             float before = i ? cells[i ? i - 1 : 0] : cell_before;
-            if (!LINEAR && rows.firsts >> i & 1) before = first_cell(rows.of(call, stream, i));
+            if (!LINEAR && rows.firsts >> i & 1) before = rows.firsts >> i == 1 ? begun : first_cell(rows.of(call, stream, i));
             const float hidden = hidden_at(at + i * STRIDE, rests[i], cells[i], before);
             if (i >= steps || !real) continue;
             if (to) to[i * stride] = hidden;
@@ -339,13 +342,15 @@ struct Encoder {
             if (!in_later_part || (SPLIT && n == 0)) cell.factor = cell.base = 0.0f;
             const float cell_before = cell.added;       // of a cell that is not linear
             follow(cell, divided, offset, rows.firsts, p, q);
+            // Another group may end the last row that begins here, and overwrite its state, as soon as it has the cells.
+            const float begun = !LINEAR && all_steps && rows.firsts ? first_cell(rows.of(call, stream, 31 - __clz(rows.firsts))) : 0.0f;
             if (GROUPS > 1) {
                 share.carry[column()] = cell.added;
                 if (divided) share.factor[column()] = cell.factor, share.base[column()] = cell.base;
                 arrive(shared_address(&share.handed[group()]));
             }
             if (SPLIT && (rows.lasts || (offset + RUN) % PART == 0)) store_map(cell, offset + min(RUN, stream.places - place) - 1);
-            if (all_steps) emit(at, rows, rests, cell_before, q);
+            if (all_steps) emit(at, rows, rests, cell_before, begun, q);
             if (rows.lasts) end_rows(at, rows, rest, cell_before, q);
             if (pooling) {
                 if (GROUPS > 1 && n > 0) await(shared_address(&share.pooled[before]), group() ? parity : parity ^ 1);
