@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -179,14 +180,17 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def _microseconds(loop: Loop, steps: int) -> Any:
-    """Return the microseconds of some steps after a warm-up, (steps,)."""
+    """Return the microseconds of some steps after a warm-up, (steps,). The thread stays on one core."""
     from kernels.bench.latency.loops import now
 
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
     for count in (WARM_UP, max(steps, WARM_UP + 1)):
         measured, began, clock = np.zeros(count, np.int64), time.perf_counter(), now()
         if (answered := loop(measured)) != count:
             raise RuntimeError(f"{answered} of {count} steps were answered")
         per_microsecond = (now() - clock) / (time.perf_counter() - began) / 1e6
+    os.sched_setaffinity(0, cores)
     return measured / per_microsecond
 
 
