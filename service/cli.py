@@ -290,6 +290,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weights", metavar="NAME,NAME", help="dictionary with the weights, or several with parts of the model"
     )
     command.add_argument("--tokenizer", **FILE, help="tokenizer.json of a model for texts")
+    command.add_argument("--labels", **FILE, help="text file with a label in each line")
+    command.add_argument("--max-steps", type=above_zero(int), metavar="N", help="longest sequence")
     command.add_argument("--check", **FILE, help=".npz of sample inputs and the outputs of the source")
     command.add_argument("--assume", action="store_true", help="take what the checkpoint lacks as most models have it")
     command.add_argument(

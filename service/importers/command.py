@@ -44,7 +44,7 @@ class ImportRequest:
     checkpoint: the file; name: of the model; format: a name in `formats.FORMATS`, or None to derive it from the file name; recipe: a file,
     or None; weights: the places of a state_dict within the checkpoint, or None for its only one; tokenizer: a tokenizer.json for models of
     texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the largest difference that passes; assume: whether
-    assumptions need no proof.
+    assumptions need no proof; labels: a file with a label in each line, or None; max_steps: the longest sequence, or None.
     """
 
     checkpoint: Path
@@ -56,6 +56,8 @@ class ImportRequest:
     check: Path | None = None
     tolerance: float = 1e-5
     assume: bool = False
+    labels: Path | None = None
+    max_steps: int | None = None
 
 
 def import_model(settings: Settings, request: ImportRequest, say: Callable[[str], None]) -> Path:
@@ -67,6 +69,7 @@ def import_model(settings: Settings, request: ImportRequest, say: Callable[[str]
     torch.set_num_threads(usable_cores())
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
+    recipe = recipe.completed(request.labels, request.max_steps)
     draft = _read(request, recipe)
     words = None if request.tokenizer is None else Tokenizer.checked(request.tokenizer)
     if words is not None:

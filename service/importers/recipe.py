@@ -7,7 +7,7 @@ found. For a checkpoint that has only tensors, its `[[layers]]` name the tensors
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,29 @@ class Recipe:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ImportRefused(f"{file}: {error}") from error
         layers, head = tables.pop("layers", []), tables.get("head", {})
-        if not isinstance(head, dict) or not _are_tables(layers) or not _are_tables(head.get("dense", [])):
+        if (
+            not isinstance(tables.get("input", {}), dict)
+            or not isinstance(head, dict)
+            or not _are_tables(layers)
+            or not _are_tables(head.get("dense", []))
+        ):
             raise ImportRefused(
                 f"{file}: write layers as [[layers]], the head as [head] and its dense layers as [[head.dense]]"
             )
         return cls(tables, layers, head.pop("dense", []), head.pop(FROM, None), head.pop(ATTENTION_FROM, None))
+
+    def completed(self, labels: Path | None, max_steps: int | None) -> Recipe:
+        """Return the recipe with the labels in a file, one in each line, and the longest sequence; raises ImportRefused for the file."""
+        tables = dict(self.tables)
+        if max_steps is not None:
+            tables["input"] = {**tables.get("input", {}), "max_steps": max_steps}
+        if labels is not None:
+            try:
+                lines = read_file(labels).decode().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ImportRefused(f"{labels} cannot be read as lines of text: {error}") from error
+            tables["head"] = {**self.head, "labels": [line.strip() for line in lines if line.strip()]}
+        return replace(self, tables=tables)
 
 
 def _are_tables(value: Any) -> bool:

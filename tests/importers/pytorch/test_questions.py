@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from service.cli import main
 from service.importers.draft import ImportQuestion
+from service.modeling import spec
 from tests.importers.importing import (
     FEATURES,
     VOCABULARY,
@@ -116,6 +117,10 @@ def test_recipe_samples_or_flag_answer(tmp_path: Path) -> None:
     assert_asks(tmp_path, file, "no sequence in check.npz has two steps", check=expected(model, random_ids([1, 1])))
     assert any(line.startswith('assumed: head.kind: "classify"') for line in import_file(tmp_path, file, assume=True))
     assert '- head.kind: "classify"' in (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
+    (tmp_path / "labels.txt").write_text("far\nnear\n\nunknown\n")
+    import_file(tmp_path, file, check=check, labels=tmp_path / "labels.txt", max_steps=77)
+    imported = spec.read(tmp_path / "models" / "imported" / "2")
+    assert (getattr(imported.head, "labels", ()), imported.input.max_steps) == (("far", "near", "unknown"), 77)
     for answers in ({"check": check}, {"recipe": recipe}, {"recipe": 'head = {kind = "tag"}', "check": steps}):
         assert "  criterion.weight is not used" in import_file(tmp_path, file, **answers)
 
