@@ -182,9 +182,10 @@ def _compare(
         say(line)
     wrong = [one for one in found.differences if not one.largest <= request.tolerance]
     if wrong:
+        padded = "" if request.check is None else ", and add `lengths` if the samples are padded"
         raise draft.refusal(
             f"{', '.join(one.name for one in wrong)}: the largest difference is {max(one.largest for one in wrong):.2g}, and --tolerance "
-            f"is {request.tolerance:g}. Nothing was written. Check what the recipe says of activations, padding and pools"
+            f"is {request.tolerance:g}. Nothing was written. Check what the recipe says of activations, padding and pools{padded}"
         )
     say(f"The outputs agree for {found.source}.")
     return found
