@@ -33,7 +33,7 @@ from service.settings import Settings
 
 PACKAGES = ("h5py", "onnx")
 """Packages of the extra `import`."""
-RUNNERS = {"ONNX graph": " (install seqserve[import])", "Keras 3": " (install keras 3 and its backend)"}
+RUNNERS = {"ONNX graph": " (install onnxruntime, which seqserve[import] has)", "Keras 3": " (install keras 3 and its backend)"}
 """The way to a comparison, by the source. Without one, such a model is imported all the same: its file says everything."""
 
 
