@@ -45,7 +45,7 @@ STEP: Kinds = {"step64": partial(StepShape, rows=64), "step128": partial(StepSha
 PERSISTENT: Kinds = {**CLUSTER, **GRID}
 ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
 APART, OTHERS = "apart", "others"
-"""The kinds of levels that run one after the other, and of batches that other kernels run faster than step.cu."""
+"""The kinds of levels that run in turn, and of batches that other kernels run faster than step.cu."""
 TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 

@@ -1,8 +1,8 @@
-// Several layers and a product of outputs, one step of one row after the other, in a kernel that stays: a cluster of CTAS
-// blocks waits in it for requests in mapped host memory, and weights stay in registers and shared memory between them.
+// Several layers and a product of outputs, for one step of one row at a time, in a kernel that stays: a cluster of CTAS blocks
+// waits for requests in mapped host memory, and the weights stay in registers and shared memory between requests.
 //
 // A request is vectors of 16 bytes: 12 bytes of content, and the number of the request. A vector is written and read as a
-// whole, so the number says that its content has arrived. The first vector has the slots of the state and a command, and the
+// whole, so its number means that its content has arrived. The first vector has the slots of the state and a command, and the
 // others six 16-bit inputs each. The answer is vectors of three float32 outputs and the number. One warp polls; more vectors
 // than lanes are read after the first.
 //
@@ -79,7 +79,7 @@ __device__ __forceinline__ long long now_ns() {
     return now;
 }
 
-// The weights of a warp: products by layer and chunk, and then those of the outputs.
+// The weights of a warp: products by layer and chunk, and then the products of the outputs.
 struct Weights {
     Memory& shared;
     Quad held[HELD];
@@ -186,7 +186,7 @@ struct Stay {
         __syncthreads();
     }
 
-    // Multiplies every `apart`-th chunk, from the first one on, of [x | h] or of x alone.
+    // Multiplies every `apart`-th chunk, from chunk `first` on, of [x | h] or of x alone.
     template <int COUNT>
     __device__ __forceinline__ void multiply_chunks(int product, int first, int apart, const Quad* x, const Quad* h) {
         float sums[2][4] = {};

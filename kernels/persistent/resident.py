@@ -1,4 +1,4 @@
-"""The kernel that stays (resident.cu): several layers and a product of outputs, one step of one row after the other, host to host."""
+"""The kernel that stays (resident.cu): several layers and a product of outputs, for one step of one row at a time, host to host."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ BLOCKS, THREADS = 16, 512
 WARPS = THREADS // 32
 MOST_UNITS, MOST_OUTPUTS = 256, 32
 IN_REGISTERS = 16
-"""Products whose weights a warp holds in registers."""
+"""Products of a warp with weights in registers."""
 IN_VECTOR, OUT_VECTOR = 6, 3
 """Inputs in 16 bits and outputs in float32 of a vector of 16 bytes, besides its number."""
 STEP, STOP = 0, 1
 """Commands."""
 FOREVER = 1 << 30
 """Requests after which the kernel ends, and the next request starts it again."""
-IDLE_SECONDS, PATIENCE_SECONDS = 1.0, 0.5
-"""The watchdog: without a request for so long, the kernel ends, and the next request starts it again. How long an answer may take."""
+IDLE_SECONDS = 1.0
+"""Time without a request after which the kernel ends. The next request starts it again."""
+PATIENCE_SECONDS = 0.5
+"""Time that an answer may take."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,8 @@ class ResidentShape:
     def shared(self) -> int:
         """Bytes of shared memory of a block: sizeof(Memory)."""
         padded = 32 * self.chunks // 2
-        spilled, vectors = (
-            max(1, self.products - self.held) * WARPS * PRODUCT_BYTES,
-            (self.layers + 1) * 2 * padded // 8 * PIECE_BYTES,
-        )
+        spilled = max(1, self.products - self.held) * WARPS * PRODUCT_BYTES
+        vectors = (self.layers + 1) * 2 * padded // 8 * PIECE_BYTES
         parts, biases, outgoing = WARPS * 8 * 16, 16 * self.layers * self.units + 4 * MOST_OUTPUTS, 2 * (padded + 8)
         sizes = spilled, vectors, parts, biases, outgoing, 4 * MOST_OUTPUTS, 16, 8 * (self.layers + 1)
         return round_up(sum(sizes), 16)
@@ -157,7 +157,7 @@ class Resident:
         torch.cuda.current_stream().synchronize()  # the kernel starts on another stream
         self._stream = torch.cuda.Stream(hidden.device)  # type: ignore[no-untyped-call] # torch's own code has no types there
         self.number = 0
-        """Of the last request."""
+        """The number of the last request."""
 
     @property
     def runs(self) -> bool:
@@ -172,7 +172,7 @@ class Resident:
     def step(self, vectors: NDArray[np.int32], before: int, after: int) -> NDArray[np.float32]:
         """Run a step and return its outputs; raises RuntimeError if the device does not answer. The arguments are as in `send`.
 
-        The kernel starts on a stream of its own, behind the work of torch's stream, unless it runs already.
+        Unless the kernel runs already, it starts on another stream, behind the work of torch's stream.
         """
         self.send(vectors, before, after)
         until = time.monotonic() + PATIENCE_SECONDS
@@ -226,8 +226,8 @@ class Resident:
 
 
 def _pack_layer(layer: Any, shape: ResidentShape, scale: int) -> Tensor:
-    """Return the weights of [x | h] as left operands of tensor-core products, those of h times `scale`. The inputs are padded to the width
-    of the hidden vector."""
+    """Return the weights of [x | h] as left operands of tensor-core products, with the weights of h times `scale`. The inputs are
+    padded to the width of the hidden vector."""
     hidden, entries = layer.hidden, 32 * shape.chunks // 2
     recurrent = functional.pad(layer.recurrent * scale, (0, 4 * hidden - layer.recurrent.shape[1]))
     inputs = functional.pad(of_four_gates(layer.input, hidden), (0, 0, 0, entries - len(layer.input)))

@@ -77,7 +77,7 @@ constexpr bool APART = GRU && !RESET_BEFORE;
 struct Sums {
     float all[COLUMNS / 2], new_of_x[APART ? UNITS / 2 : 1], chains[FLOAT32 ? COLUMNS / 2 : 1];
 
-    // Returns where a unit of a part has its sum for a gate, out of those of the phase.
+    // Returns the index of the sum of a unit of a part for a gate of the phase.
     template <int GATES> static __device__ __forceinline__ int at(int part, int gate, int upper, int unit) {
         return (part * GATES + gate) * 8 + unit / 2 * 4 + upper * 2 + unit % 2;
     }
@@ -89,7 +89,7 @@ struct Sums {
     // The sum of the gate inputs and all chunks. Until a chain of FLOAT32 products ends, its own sum is apart.
     __device__ __forceinline__ float& total(int at) { return (FLOAT32 ? chains : all)[at]; }
     __device__ __forceinline__ float total(int at) const { return (FLOAT32 ? chains : all)[at]; }
-    // Adds the sums of a chunk to those of the chunks before. Tensor cores round a chain of products towards zero.
+    // Adds the sums of a chunk to the sums of the chunks before. Tensor cores round a chain of products towards zero.
     __device__ __forceinline__ void end_chain() {
 #pragma unroll
         for (int i = 0; FLOAT32 && i < COLUMNS / 2; ++i) chains[i] += all[i], all[i] = 0.0f;

@@ -55,7 +55,7 @@ class StepPacking:
         return self._by_phase(terms, recurrent)
 
     def _by_phase(self, pack: Callable[[Tensor, int], Tensor], *matrices: Tensor) -> Tensor:
-        """Return packed matrices: those of the gates of a phase before those of the next phase."""
+        """Return packed matrices, phase by phase: each has the columns of the gates of its phase."""
         hidden = len(matrices[-1])
         phases = ([matrix[:, gates] for matrix in matrices] for gates in self._phases(hidden))
         return torch.cat([pack(matrix, hidden).flatten() for phase in phases for matrix in phase])

@@ -11,18 +11,18 @@ import torch
 from service.engine.batch import Batch
 from service.engine.batching.state_slots import Numbers
 from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
-from service.engine.execution.staging import LENGTHS_OF, VALUES_OF
+from service.engine.execution.staging import VALUES_OF, write_offsets
 from service.ipc.messages.inference import FEATURES
 from service.modeling.encoder import Encoder
 
 RESIDENT = "resident"
 """How its batches run, as in the metric `batches`."""
 MOST_STEPS = 4
-"""Steps that take no longer one after the other than the launch of a graph."""
+"""Steps of a batch. The kernel runs them in turn, and up to this number takes no longer than the launch of a graph."""
 
 
 class ResidentSteps:
-    """Runs one step after the other of one model, and waits for each.
+    """Runs the steps of a model in turn, and waits for each.
 
     While the kernel stays, nothing else may run on the device or use the model's states: `stop` ends it. The next batch starts it again.
     """
@@ -44,7 +44,7 @@ class ResidentSteps:
         data = np.frombuffer(bytearray().join(map(VALUES_OF, batch.blocks)), FEATURES)
         vectors = self._kernel.vectors(torch.from_numpy(data.reshape(batch.tokens, -1)))
         offsets = np.zeros(batch.rows + 1, np.int32)
-        np.frombuffer(b"".join(map(LENGTHS_OF, batch.blocks)), np.int32).cumsum(out=offsets[1:])
+        write_offsets(batch, offsets)
         staged = time.monotonic()
         arrays = self._answers(self._logits(batch, vectors, offsets), offsets)
         return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), by=RESIDENT)

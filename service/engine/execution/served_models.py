@@ -64,7 +64,7 @@ class ServedModels:
     """The models that one device serves."""
 
     _resident: ResidentSteps | None = None
-    """Of the model whose kernel may stay on the device now."""
+    """The steps of the model whose kernel may stay on the device now."""
 
     def __init__(
         self,

@@ -34,6 +34,11 @@ PARALLEL_BYTES = 1 << 20
 VALUES_OF, LENGTHS_OF = attrgetter("columns.values"), attrgetter("columns.lengths")
 
 
+def write_offsets(batch: Batch, offsets: NDArray[np.int32]) -> None:
+    """Write where each row of a batch ends to `offsets`, (batch rows + 1 or more,), whose first entry is 0."""
+    np.frombuffer(b"".join(map(LENGTHS_OF, batch.blocks)), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
+
+
 class Staging:
     """The buffers of one model, for batches of up to `rows` rows and `tokens` tokens. in_flight: the number of host buffers."""
 
@@ -78,7 +83,7 @@ class Staging:
                 self._host[buffer][self._begin + begin : self._begin + end].copy_(_as_tensor(part))
             begin = end
         offsets = self._offsets[buffer]
-        np.frombuffer(b"".join(map(LENGTHS_OF, batch.blocks)), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
+        write_offsets(batch, offsets)
         offsets[batch.rows + 1 : rows + 1] = tokens
         used, reads, writes = self._rows_with_slots[buffer], self._read_slots[buffer], self._write_slots[buffer]
         if used:

@@ -83,7 +83,7 @@ def _state_dicts(file: Path) -> dict[str, dict[str, Tensor]]:
 
 def _check_archive(file: Path) -> None:
     """Raise ImportRefused for an archive that torch.save does not write: a compressed archive can expand. Before 1.6, torch.save wrote
-    pickles and numbers one after the other, in no archive."""
+    a sequence of pickles and numbers, without an archive."""
     with file.open("rb") as opened:
         if opened.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
             return

@@ -36,7 +36,7 @@ NO_TENANT = Share()
 class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     """How an engine ran one batch. Moments are seconds on the machine's monotonic clock.
 
-    `engine` is the number of the engine and `number` that of the batch in it. `by` says how it ran, as in the metric `batches`.
+    `engine` is the number of the engine, and `number` is the number of the batch in it. `by` has the values of the metric `batches`.
     `formed`: its sequences were chosen; `staged`: they were packed; `started`: the device was free for it; `computed`: the layers had
     run; `ended`: the results were split.
     """
